@@ -51,21 +51,30 @@ class Meetings:
                 if calls.read(_KEY) == self._number.encode():
                     calls.set(_KEY, b"")
 
-    def come(self, meet: Callable[[Store, float, Callable[[], None]], T], seconds: float) -> T:
+    def come(self, rank: int, meet: Callable[[Store, float, Callable[[], None]], T], seconds: float) -> T:
         """The result of `meet` in an attempt that succeeds; `meet` gets the attempt's store, the seconds that are left,
-        and a function to call periodically. Raises what it raises, and `RendezvousError` if there is no attempt."""
-        deadline = Deadline(seconds)
+        and a function to call periodically. Raises what it raises, and `RendezvousError` if there is no attempt in
+        which no other process has come for `rank` before."""
+        deadline, taken = Deadline(seconds), ""
         with closing(BoundedStore(self._store, seconds + _END_SECONDS)) as calls:
 
             def begun() -> bool:
                 self._number = (calls.read(_KEY) or b"").decode(errors="ignore")
                 return bool(self._number)
 
+            def over() -> bool:
+                return calls.read(_KEY) != self._number.encode()
+
             while poll(begun, deadline.left, *_PAUSES):
+                if calls.add(f"{self._number}/taken/{rank}", 1) > 1:
+                    taken = f" again after another process had come for rank {rank}"
+                    if poll(over, deadline.left, *_PAUSES):
+                        continue
+                    break
                 with suppress(MeetingOver):
                     place = PrefixStore(self._number, self._store)
                     return meet(place, max(deadline.left, 1e-3), _Look(calls, self._number))
-        raise RendezvousError(f"timeout after {seconds:g} s: the ranks of the group did not call replace")
+        raise RendezvousError(f"timeout after {seconds:g} s: the ranks of the group did not call replace{taken}")
 
 
 class _Look:

@@ -358,7 +358,8 @@ def join(
     All of them use the same `store`. The arguments mean what they mean for `Communicator`; pass the group's options.
     Symmetric handles and CUDA graphs are made as in a new group.
 
-    Raises as `Communicator`, also if all ranks are new, or if another process takes the same place.
+    Raises as `Communicator`, also if all ranks are new. Of several processes for one place the first one takes it; the
+    others wait until the place is lost again, and raise `RendezvousError` if it is not.
     """
     check_rank(rank, world_size)
     terms = bootstrap.terms(rank, world_size, device, timeout, with_environment(options), meeting_timeout)

@@ -156,7 +156,7 @@ class Newcomer:
         def meet(store: Store, seconds: float, look: Callable[[], None]) -> ControlPage:
             return handshake(store, terms.rank, terms.world_size, seconds, bootstrap.digest(terms), look)
 
-        return Meetings(self._store).come(meet, terms.rendezvous_timeout)
+        return Meetings(self._store).come(terms.rank, meet, terms.rendezvous_timeout)
 
     def met(self, control: ControlPage) -> None:
         self._control, self._deadline = control, Deadline(self._terms.timeout)

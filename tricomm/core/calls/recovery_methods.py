@@ -117,8 +117,8 @@ class RecoveryMethods:
         it again: `InvalidArgument` for a rank that is there, if they replace different ranks, while symmetric handles
         are open or registered, after captured calls if NCCL serves some, for memory that cannot keep its addresses
         (cuda_ipc), and for a new rank with another kind of device; `RendezvousError` if a new rank does not come, has
-        other options or another version, or if two take one place; `PeerDied`, `CollectiveTimeout` and `ResourceError`
-        as `shrink` does. The group is lost until a call succeeds.
+        other options or another version; `PeerDied`, `CollectiveTimeout` and `ResourceError` as `shrink` does. The
+        group is lost until a call succeeds.
         """
         out = arguments.replaced(rank, self._group.rank, self._group.world_size)
         if store is not None and not isinstance(store, Store):
