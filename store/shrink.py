@@ -185,8 +185,9 @@ class Shrink:
             if theirs is None:
                 continue
             if phase == Phase.DECIDED:
-                kept = [rank for rank, number in enumerate(theirs.invited) if number]
-                raise GroupAborted(f"rank(s) {kept} have gone on as a smaller group, without this rank")
+                kept = [other for other, number in enumerate(theirs.invited) if number and other != rank]
+                how = "made the group again" if theirs.again else "gone on as a smaller group"
+                raise GroupAborted(f"rank(s) {kept} have {how}, without this rank")
             said[peer] = phase, theirs
         self._socket.peers = [theirs.socket for _, theirs in said.values()]  # `close` removes those of killed ranks
         gone = self._all_gone()  # again: a peer whose page names other ranks may know of another end

@@ -173,6 +173,26 @@ def test_ranks_that_ask_for_different_things_are_all_told(rank, world_size, tell
 
 
 @ranks.each(3)
+def test_a_rank_that_is_interrupted_at_the_end_is_told_who_went_on(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+
+    def interrupt(made_again):
+        raise KeyboardInterrupt
+
+    if rank == 1:
+        comm._become = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            comm.replace([])
+        assert "rank(s) [0, 2] have made the group again, without this rank" in attempt(comm.shrink)[1]
+        return comm.close()
+    comm.replace([])
+    assert attempt(lambda: right(comm))[0] == "GroupAborted"
+    comm = comm.shrink([1])
+    right(comm)
+    comm.close()
+
+
+@ranks.each(3)
 def test_symmetric_handles_are_closed_before_a_replace(rank, world_size, tell, url):
     comm = made(url, rank, world_size)
     handles = [comm.symmetric((8,), torch.float32), comm.register(torch.ones(2048).share_memory_())]
