@@ -104,7 +104,8 @@ class RecoveryMethods:
         store: Store | None = None,
     ) -> None:
         """Let new processes take the places of lost ranks, in this communicator. All ranks that are left call this; the
-        new ones call `join` with the same `store`, by default the one over which this group has met.
+        new ones call `join` with the same `store`, by default the one over which this group has met. A group that
+        `split` made has met under a prefix that new processes do not know: give it a `store`.
 
         `rank` is a rank or several, the same on all ranks that are left, whose processes have ended or which have
         closed the group. None: all of those. An empty collection: the same ranks make the group again after a fault.
