@@ -91,7 +91,7 @@ def test_two_communicators_used_in_another_order_on_every_rank_both_progress(url
 
 def test_without_interleaving_in_the_interpreter_they_deadlock(url):
     outcomes = ranks.run(2, in_another_order, url, False)
-    assert all("CollectiveTimeout" in str(o) or "GroupAborted" in str(o) for o in outcomes), outcomes
+    assert any("CollectiveTimeout" in str(o) for o in outcomes), outcomes
 
 
 def one_is_lost(rank, world_size, tell, url):

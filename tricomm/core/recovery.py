@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch.distributed.distributed_c10d import Store
 
@@ -30,8 +30,10 @@ from tricomm.store.arenas.arena import Arena
 from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage, RankState
 from tricomm.store.handshake import handshake
-from tricomm.store.meetings import Meetings
-from tricomm.store.shrink import Shrink
+
+if TYPE_CHECKING:  # a group that loses no rank needs neither
+    from tricomm.store.meetings import Meetings
+    from tricomm.store.shrink import Shrink
 
 WHAT = "the communicator"
 _PAUSES = 5e-5, 2e-3
@@ -155,6 +157,8 @@ class Newcomer:
 
         def meet(store: Store, seconds: float, look: Callable[[], None]) -> ControlPage:
             return handshake(store, terms.rank, terms.world_size, seconds, bootstrap.digest(terms), look)
+
+        from tricomm.store.meetings import Meetings
 
         return Meetings(self._store).come(terms.rank, meet, terms.rendezvous_timeout)
 

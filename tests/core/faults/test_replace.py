@@ -68,10 +68,10 @@ def test_a_new_process_takes_the_place_of_a_killed_rank(world_size, victims, nam
             os.kill(pids[victim], signal.SIGKILL)
         with ranks.start(len(victims), comes, url, victims, world_size) as new:
             left = [rank for rank in range(world_size) if rank not in victims]
-            outcomes = started.results(left)
-            assert [(o.error, o.text, o.value) for o in new.results()] == [(None, "", {})] * len(victims)
+            outcomes, came = started.results(left), new.results()
+        assert [outcomes[rank].error for rank in left] == [None] * len(left), outcomes
+        assert [(o.error, o.text, o.value) for o in came] == [(None, "", {})] * len(victims)
         for rank in left:
-            assert outcomes[rank].error is None, outcomes[rank]
             kind, took, first, number, more = outcomes[rank].value
             assert kind == "PeerDied" and number == rank and more == {}
             assert first - killed < 4.0 + 2 * ranks.BUSY, (took, first - killed)
@@ -277,12 +277,12 @@ def test_a_new_rank_that_does_not_fit_is_named_on_all_ranks(what, url):
         kind, text = wrong.message(0)
         assert kind == "RendezvousError" and words in text, (kind, text)
         with ranks.start(1, comes, url, [1], 3) as new:
-            outcomes = started.results()
-            assert new.results()[0].value == {}
+            outcomes, came = started.results(), new.results()
         for rank in (0, 2):
             assert outcomes[rank].error is None, outcomes[rank]
             kind, text = outcomes[rank].value
             assert kind == "RendezvousError" and words in text, (kind, text)
+        assert came[0].value == {}, came
 
 
 def sleeps(rank, world_size, tell, url):

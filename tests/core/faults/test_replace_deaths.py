@@ -6,13 +6,17 @@ import os
 import random
 import signal
 import statistics
+import time
 
 import pytest
 
 from tests import ranks
-from tests.core.bodies.replace_bodies import comes_at_last, lasts
+from tests.core.bodies.common_bodies import attempt, right
+from tests.core.bodies.replace_bodies import comes_at_last, lasts, use
+from tests.core.faults.test_shrink import made
 from tests.soak import replacements
 from tricomm.core import recovery
+from tricomm.core.calls import recovery_methods
 from tricomm.store.shrink import Shrink
 
 
@@ -61,3 +65,36 @@ def test_ranks_are_killed_and_replaced_at_random_moments():
         error.add_note(f"python -m tests.soak.replacements 20 {seed}")
         raise
     assert statistics.median(found.seconds) < 1.0 + ranks.BUSY, found.text()
+
+
+def hurries(rank, world_size, tell, url, seconds):
+    """Replace rank 2 while it still runs."""
+    recovery_methods._ENDING_SECONDS = seconds
+    comm = made(url, rank, world_size)
+    tell(os.getpid())
+    if rank == 2:
+        time.sleep(60)
+    kind, text, _ = attempt(lambda: comm.replace(2))
+    if kind == "nothing":
+        right(comm)
+        use(comm, 4)
+    comm.close()
+    return kind, text
+
+
+def test_a_rank_may_be_replaced_before_its_process_has_ended(url):
+    with ranks.start(3, hurries, url, 20.0) as started, ranks.start(1, comes_at_last, url, [2], 3) as new:
+        pids = started.messages()
+        time.sleep(0.3)
+        os.kill(pids[2], signal.SIGKILL)
+        outcomes = started.results([0, 1])
+        assert [outcomes[rank].value for rank in (0, 1)] == [("nothing", "")] * 2, outcomes
+        assert new.results()[0].error is None
+
+
+def test_without_waiting_for_its_end_the_call_is_refused(url):
+    with ranks.start(3, hurries, url, 0.0) as started:
+        started.messages()
+        outcomes = started.results([0, 1])
+        kinds = [outcomes[rank].value[0] for rank in (0, 1)]
+        assert kinds == ["InvalidArgument"] * 2, outcomes

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch.distributed.distributed_c10d import Store
 
@@ -22,15 +22,19 @@ from tricomm.core.launcher import LEAVE_SECONDS, Launcher
 from tricomm.core.planner import Planner
 from tricomm.core.recovery import Fewer, Survivor
 from tricomm.core.watch.monitor import Monitor
-from tricomm.deadline import Deadline
+from tricomm.deadline import Deadline, poll
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.options import seconds
 from tricomm.store.bounded_store import server_is_gone
 from tricomm.store.control import ControlPage, RankState
-from tricomm.store.meetings import Meetings
 from tricomm.store.process import forks
-from tricomm.store.shrink import MOST_RANKS, Shrink
 
+if TYPE_CHECKING:  # a group that loses no rank needs neither
+    from tricomm.store.meetings import Meetings
+    from tricomm.store.shrink import Shrink
+
+_PAUSES = 1e-3, 0.02
+_ENDING_SECONDS = 1.0  # for a process that is being killed to end
 log = logging.getLogger("tricomm")
 
 
@@ -62,13 +66,14 @@ class RecoveryMethods:
 
         On return this communicator is closed. Raises within `timeout` seconds (default: the communicator's), on all
         ranks that are left, which may then call it again: `InvalidArgument` if they exclude different ranks, `PeerDied`
-        if another rank ends meanwhile, `CollectiveTimeout` that names ranks that do not call it, `ResourceError`. A
-        group without a fault stays usable until the ranks agree. An excluded rank that still runs gets the group's
-        fault in its call or at its next one, and `GroupAborted` if it calls this.
+        if another rank ends meanwhile, `CollectiveTimeout` that names ranks that do not call it, `ResourceError`. The
+        next call may raise a peer's error of the earlier one; repeat it. A group without a fault stays usable until the
+        ranks agree. An excluded rank that still runs gets the group's fault in its call or at its next one, and
+        `GroupAborted` if it calls this.
         """
         out = arguments.excluded(exclude, self._group.rank, self._group.world_size)
         with self._recovering("shrink", timeout) as deadline:
-            shrink = Shrink(self._group.control, out, deadline)
+            shrink = self._agreement(out, deadline)
             return self._recovered("shrink", shrink, lambda: None, self._fewer, lambda comm: self.close())
 
     @guarded
@@ -81,7 +86,7 @@ class RecoveryMethods:
         group = self._group
         out = arguments.excluded(exclude, group.rank, group.world_size)
         with self._recovering("shrink", timeout) as deadline, ExitStack() as undo:
-            shrink = Shrink(group.control, out, deadline)
+            shrink = self._agreement(out, deadline)
             undo.callback(shrink.close)
             try:
                 shrink.agree()
@@ -125,10 +130,12 @@ class RecoveryMethods:
         if store is not None and not isinstance(store, Store):
             raise InvalidArgument(f"replace: store={store!r}: a store of torch.distributed is needed")
         with self._recovering("replace", timeout) as deadline:
-            shrink = Shrink(self._group.control, out, deadline, again=True)
+            from tricomm.store.meetings import Meetings
+
+            shrink = self._agreement(out, deadline, again=True)
             at: Any = store or self._store
             meetings = Meetings(at)
-            refuse, prepare = partial(self._refuse_new, out or (), at), partial(self._with_new, at, meetings)
+            refuse, prepare = partial(self._refuse_new, out or (), at, deadline), partial(self._with_new, at, meetings)
             try:
                 self._recovered("replace", shrink, refuse, prepare, self._become)
             finally:
@@ -153,7 +160,14 @@ class RecoveryMethods:
         finally:
             lock.release_all()
 
+    def _agreement(self, out: frozenset[int] | None, deadline: Deadline, again: bool = False) -> Shrink:
+        from tricomm.store.shrink import Shrink
+
+        return Shrink(self._group.control, out, deadline, again)
+
     def _check_recoverable(self, what: str) -> None:
+        from tricomm.store.shrink import MOST_RANKS
+
         group = self._group
         if group.closed or forks() != group.forks:
             self._faults.check_usable()
@@ -225,13 +239,9 @@ class RecoveryMethods:
         terms = bootstrap.terms(rank, len(members), group.device, group.timeout, options, left)
         return self._store, terms, Fewer(shrink, group.recorder.rank)
 
-    def _refuse_new(self, out: Collection[int], store: Store) -> None:
+    def _refuse_new(self, out: Collection[int], store: Store, deadline: Deadline) -> None:
         """Raise if ranks cannot be replaced, or not these, or not over this store."""
         group, control = self._group, self._group.control
-        here = [rank for rank in out if control.page(rank).state != RankState.CLOSED and control.alive(rank)]
-        if here:
-            who = ", ".join(f"{rank} (pid {control.pid(rank)})" for rank in here)
-            raise InvalidArgument(f"rank(s) {who} still run in this group: end them first, or leave them out by shrink")
         if handles := sorted([*group.owned, *group.registered]):
             raise InvalidArgument(f"symmetric handles {handles} are open: close them, and make them again afterwards")
         if group.arena.no_suspend:
@@ -246,6 +256,13 @@ class RecoveryMethods:
             )
         if server_is_gone(store):
             raise RendezvousError("the process that hosted the store has ended: pass one that is alive, store=")
+
+        def here() -> list[int]:
+            return [rank for rank in out if control.page(rank).state != RankState.CLOSED and control.alive(rank)]
+
+        if not poll(lambda: not here(), min(_ENDING_SECONDS, deadline.left), *_PAUSES):
+            who = ", ".join(f"{rank} (pid {control.pid(rank)})" for rank in here())
+            raise InvalidArgument(f"rank(s) {who} still run in this group: end them first, or leave them out by shrink")
 
     def _with_new(self, store: Store, meetings: Meetings, shrink: Shrink) -> tuple[Store, Terms, Survivor]:
         group = self._group
