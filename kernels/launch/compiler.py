@@ -14,7 +14,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import triton
-from triton.runtime.jit import JITCallable
 
 from tricomm.errors import ResourceError
 from tricomm.kernels import layout
@@ -249,7 +248,7 @@ def _functions(function: Any, seen: set[Any]) -> Iterator[Any]:
     modules = [value for value in known if isinstance(value, ModuleType)]
     known += [getattr(module, n) for module in modules for n in code.co_names if hasattr(module, n)]
     for value in known:
-        if isinstance(value, JITCallable):
+        if hasattr(value, "used_global_vals"):  # one of Triton's, jitted or of @constexpr_function
             yield from _functions(value, seen)
     yield function
 
