@@ -63,7 +63,7 @@ def keys_of_a_barrier(monkeypatch):
         return compiler.key_of(form.kernel, form.constexprs, form.bits, form.aligned, 90)
 
     def forget():
-        monkeypatch.setattr(compiler, "_keyed", set())
+        compiler._keyed.clear()
         for kernel in registry.KERNELS:
             for function in compiler._functions(kernel.function, set()):
                 function.hash, function.used_global_vals = None, {}
