@@ -40,6 +40,21 @@ def use(comm, turns=20):
     comm.barrier()
 
 
+def recovered(comm, failed, join=None):
+    """Replace, or join if there is no `comm` yet, until it succeeds; `failed` takes the errors until then."""
+    for _ in range(6):
+        try:
+            if comm is None:
+                comm = join()
+            else:
+                comm.replace(timeout=30)
+            right(comm)
+            return comm
+        except tricomm.TricommError as error:
+            failed.append(f"{type(error).__name__}: {error}")
+    raise AssertionError(f"no group: {failed}")
+
+
 def lasts(rank, world_size, tell, url, victim, owner, step):
     """Replace until it succeeds; the errors until then. `victim` ends itself as its call reaches `step` of `owner`."""
     before, failed = leftovers(), []
@@ -48,14 +63,7 @@ def lasts(rank, world_size, tell, url, victim, owner, step):
     until_fault(comm)
     if rank == victim:
         end_at(owner, step)
-    for _ in range(6):
-        try:
-            comm.replace(timeout=30)
-            right(comm)
-            break
-        except tricomm.TricommError as error:
-            failed.append(f"{type(error).__name__}: {error}")
-    use(comm, 4)
+    use(recovered(comm, failed), 4)
     comm.close()
     del comm
     gc.collect()
@@ -78,17 +86,8 @@ def comes_at_last(rank, world_size, tell, url, place, size, step=""):
     """Join until it succeeds, unless this process ends itself at `step` of its own."""
     if step:
         end_at(recovery.Newcomer, step)
-    failed, comm = [], None
-    for _ in range(6):
-        try:
-            if comm is None:
-                comm = joined(url, place[rank], size, 30)
-            else:
-                comm.replace(timeout=30)
-            right(comm)
-            break
-        except tricomm.TricommError as error:
-            failed.append(f"{type(error).__name__}: {error}")
+    failed = []
+    comm = recovered(None, failed, lambda: joined(url, place[rank], size, 30))
     use(comm, 4)
     comm.close()
     return failed
