@@ -52,7 +52,7 @@ def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits; those of a NaN are not defined."""
+    """The bits, with one pattern for every NaN."""
     return torch.where(x.isnan(), 0x7A5A, x.view(WORDS[x.itemsize]))
 
 
@@ -128,7 +128,7 @@ def test_where_a_tensor_is_does_not_change_the_bits(wire):
 
 
 def test_known_codes():
-    """Computed by hand: the scale takes 448 to 448, 449 to the next power of two; int8 has steps of most / 127."""
+    """Values worked out on paper: fp8 scales 448 by 1, 449 by the next power of two; int8 has steps of most / 127."""
     x = torch.zeros(384)
     x[:5] = torch.tensor([448.0, 17.0, 18.0, 19.0, -0.001])  # steps of 2 from 16 to 32; 2^-9 is the least code
     x[128:131] = torch.tensor([449.0, 17.0, 2.0**-7])  # at half of the size: steps of 2 again, and 2^-8 the least
@@ -161,7 +161,8 @@ def test_int8_scales_next_to_every_step():
 
 
 def test_the_mistake_of_an_unquantised_own_part():
-    """Were the owner's part exact, ranks would agree, and the sum would not be that of the codes."""
+    """If the owner added its part unquantised, all ranks would have the same wrong sum, so they are compared with the
+    sum of the codes."""
     parts = [torch.full((256,), 17.0), torch.full((256,), 448.0)]
     parts[0][::128] = 448.0
     outs = tricomm.simulate(lambda comm: comm.all_reduce(parts[comm.rank].clone(), wire="fp8"), 2)
@@ -169,7 +170,7 @@ def test_the_mistake_of_an_unquantised_own_part():
     assert not torch.equal(outs[0], reference.coded(parts[0] + reference.coded(parts[1], "fp8"), "fp8"))
 
 
-# What is refused, before anything is sent
+# Refusals before anything is sent
 
 
 REFUSED = [

@@ -50,7 +50,7 @@ class Plain(Store):
 
 @pytest.fixture
 def child():
-    """Start a process that sleeps; return its facts, as those of a rank, and the process."""
+    """A sleeping process: its facts, in the form that a rank's have, and the process."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as popen:
         yield replace(_own_capabilities(Options()), pid=popen.pid, start_time=process.start_time(popen.pid)), popen
         popen.kill()

@@ -28,7 +28,7 @@ from tricomm.store.shrink import Shrink
 
 
 def shrunk(control, exclude, seconds=10.0, more=lambda made, undo: None, before_end=lambda: None):
-    """One rank's part: the new page, with what `more` puts on the stack, or an error and nothing left."""
+    """Shrink on one rank: return the new page, after `more`, or raise the error and leave nothing."""
     part = Shrink(control, exclude, Deadline(seconds))
     with ExitStack() as undo:
         try:
@@ -93,7 +93,7 @@ def test_a_rank_that_is_left_out_and_wants_another_group_is_a_mismatch():
     with nothing_left(), pages(4) as old:
         barrier, agreed = threading.Barrier(4), Shrink._agreed
 
-        def together(self):  # all have said what they ask for before one reads it
+        def together(self):  # all proposals are written before one is read
             if not vars(self).setdefault("met", False):
                 barrier.wait(10)
                 self.met = True
@@ -209,7 +209,7 @@ class Moment:
         def vote(ballot, yes):
             rank = 0 if yes else 1 if threading.current_thread().name == "rank 1" else 2
             if rank == 0:
-                self.turn[1].set()  # it has looked at all ranks
+                self.turn[1].set()  # it has read the pages of all ranks
             if rank != first and rank < 2:
                 assert self.voted.wait(10)
             passed = voting(ballot, yes)
