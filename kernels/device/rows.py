@@ -210,12 +210,17 @@ def in_fp32(values, columns):
 
 
 @triton.jit
-def try_functions(operands, SPEC: tl.constexpr):
-    """The functions that run before a row has arrived, on the first columns of row 0: a trial before a call."""
+def try_functions(y_ptr, operands, SPEC: tl.constexpr):
+    """A user's functions on row 0, whose reduced elements are zeros; the prologue on its first columns. For a trial
+    before a call."""
     number, columns = tl.zeros([], tl.int64), tl.arange(0, SPEC.PLANE * SPEC.PACK)
-    SPEC.PREPARE(number, operands, SPEC)
+    prepared = SPEC.PREPARE(number, operands, SPEC)
     if SPEC.PROLOGUE is not None:
         in_fp32(SPEC.PROLOGUE(number, columns, columns < SPEC.HIDDEN, operands, SPEC), columns)
+    planes = ()
+    for _ in tl.static_range(SPEC.ROW_PLANES):
+        planes = planes + (tl.zeros([SPEC.PLANE], tl.int64),)
+    SPEC.EPILOGUE(Row(number, planes, prepared, y_ptr), operands, SPEC)
 
 
 @triton.jit

@@ -38,9 +38,10 @@ _GIVEN_AWAY_SECONDS = 2e-4
 _lock = threading.RLock()
 _waiting: set[object] = set()  # one for each thread that waits for the interpreter
 _launched: set[object] = set()  # one for each launch that has begun and not ended: it needs the patches
-# The running block, the timeout of its launch for the interpreter, and its `interrupt`.
-_Running = tuple["Program", float, Callable[[], None] | None]
+# The running block, the timeout of its launch for the interpreter, its `interrupt` and its director.
+_Running = tuple["Program", float, Callable[[], None] | None, Director | None]
 _current: _Running | None = None
+_engaged: Director | None = None
 
 
 class Interrupts:
@@ -114,10 +115,16 @@ def substitute(function: Any, python: Callable[..., Any]) -> None:
     triton_adapter.substitutes[function.fn] = python
 
 
-def interpret(blocks: Sequence[Program], timeout: float = 600.0, interrupt: Callable[[], None] | None = None) -> None:
+def interpret(
+    blocks: Sequence[Program],
+    timeout: float = 600.0,
+    interrupt: Callable[[], None] | None = None,
+    director: Director | None = None,
+) -> None:
     """Run the `programs` of a launch, one after another.
 
     `interrupt` is called at each access and each branch of the kernel; an error that it raises ends the launch.
+    `director` controls its accesses; None performs each at once.
 
     Raises `InvalidArgument` for a kernel that the interpreter cannot run; `CollectiveTimeout` if another thread of
     this process holds the interpreter for `timeout` seconds. Errors inside the kernel are raised unchanged.
@@ -134,7 +141,7 @@ def interpret(blocks: Sequence[Program], timeout: float = 600.0, interrupt: Call
             triton_adapter.patch()
         interrupts.let_through()
         for block in blocks:
-            _resume((block, timeout, interrupt))
+            _resume((block, timeout, interrupt, director))
             block()
         interrupts.raising = False
         _leave(launch, nested, outer)
@@ -170,7 +177,8 @@ def _leave(launch: object, nested: bool, outer: _Running | None) -> None:
 
 def _resume(running: _Running | None) -> None:
     global _current
-    _current, triton_adapter.interrupt = running, running[2] if running is not None else None
+    _current = running
+    triton_adapter.interrupt, triton_adapter.director = running[2:] if running is not None else (None, _engaged)
     if running is not None:
         running[0].select()
 
@@ -181,7 +189,7 @@ def _give_way() -> bool:
     mine = _current
     if not _waiting or mine is None or not _held():
         return False
-    program, timeout, _ = mine
+    program, timeout, *_ = mine
     _lock.release()
     time.sleep(_GIVEN_AWAY_SECONDS)
     _take_lock(program.kernel.fn.__name__, timeout, lambda: None)
@@ -230,14 +238,17 @@ def engage(director: Director, timeout: float) -> None:
 
     Raises `CollectiveTimeout` if another thread holds the interpreter for `timeout` seconds.
     """
+    global _engaged
     _take_lock("under a schedule", timeout, lambda: None)
     triton_adapter.patch()
-    triton_adapter.director, triton_adapter.interrupt = director, None
+    _engaged = triton_adapter.director = director
+    triton_adapter.interrupt = None
 
 
 def disengage() -> None:
     """Undo `engage`."""
-    triton_adapter.director = None
+    global _engaged
+    _engaged = triton_adapter.director = None
     triton_adapter.restore()
     _lock.release()
 
@@ -278,8 +289,9 @@ def _take_lock(name: str, timeout: float, meanwhile: Callable[[], None]) -> None
 
 def _after_fork() -> None:
     """In a child: another thread of the parent may have been interpreting; here no thread is."""
-    global _lock
-    _lock, triton_adapter.director, triton_adapter.interrupt = threading.RLock(), None, None
+    global _lock, _engaged
+    _lock, triton_adapter.interrupt = threading.RLock(), None
+    _engaged = triton_adapter.director = None
     _waiting.clear()
     _launched.clear()
     triton_adapter.restore()

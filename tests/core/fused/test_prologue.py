@@ -165,13 +165,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
             (lambda: comm.all_reduce_rows(x, written, out, x.t(), prologue=biased), "operand 1 is not contiguous"),
             (lambda: comm.all_reduce_rows(x, written, out, None, prologue=biased), "tensors and numbers fit"),
             (lambda: comm.all_reduce_rows(x.int(), written, out, prologue=biased), "fp16, bf16 or fp32"),
-            (lambda: comm.all_reduce_rows(out[:, :36].half(), written, out, prologue=biased), "multiples of 8"),
-            (lambda: comm.all_reduce_rows(x, written, out, prologue=biased, protocol="simple"), "no fused simple"),
+            (lambda: comm.all_reduce_rows(out[:, :36].half(), written, out, prologue=negated), "multiples of 8"),
+            (lambda: comm.all_reduce_rows(x, written, out, prologue=negated, protocol="simple"), "no fused simple"),
         ):
             with pytest.raises(InvalidArgument, match=re.escape(why)):
                 asked()
         empty = torch.empty(0, 40)
-        assert comm.all_reduce_rows(empty, written, empty, prologue=biased) is None
+        assert comm.all_reduce_rows(empty, written, empty, prologue=negated) is None
         return comm.all_reduce(torch.ones(3)).sum()
 
     assert tricomm.simulate(body, 2) == [6.0, 6.0]

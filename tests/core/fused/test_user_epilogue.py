@@ -79,11 +79,11 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_sent():
         x = numbers(comm.rank)
         for asked, why in (
             (lambda: comm.all_reduce_rows(x, print), "no plain @triton.jit function"),
-            (lambda: comm.all_reduce_rows(x[:, :39].contiguous(), scaled_relu), "multiples of 8 up to 16384"),
+            (lambda: comm.all_reduce_rows(x[:, :39].contiguous(), first_of_a_word), "multiples of 8 up to 16384"),
             (lambda: comm.all_reduce_rows(x, scaled_relu, x.t()), "operand 0 is not contiguous"),
             (lambda: comm.all_reduce_rows(x, scaled_relu, "a"), "tensors and numbers fit"),
             (lambda: comm.all_reduce_rows(x.double(), scaled_relu), "fp16, bf16 or fp32"),
-            (lambda: comm.all_reduce_rows(x, scaled_relu, protocol="simple"), "no fused simple kernel"),
+            (lambda: comm.all_reduce_rows(x, first_of_a_word, protocol="simple"), "no fused simple kernel"),
         ):
             with pytest.raises(InvalidArgument, match=re.escape(why)):
                 asked()

@@ -222,6 +222,7 @@ class FusedCalls:
         source = arguments.allocated(ROWS, x.detach().contiguous)
         tensors = [source, *(value for value in operands if isinstance(value, torch.Tensor))]
         own = UserEpilogue(x.shape[-1], epilogue, prepare, kinds, prologue)
+        row_functions.check_unpacked(own)
         if source.numel():
             request = Request("all_reduce", "sum", *forced, epilogue=own)
             aligned, dtype = not any(t.data_ptr() % 16 for t in tensors), source.dtype
@@ -229,7 +230,7 @@ class FusedCalls:
             if self._gpu is None:
                 sized = request.sized(dtype, source.numel())
                 values = launch_plan.row_constexprs(self._planner.site, plan.choice, sized, aligned)
-                row_functions.attempt(own, values, operands, self._group.timeout)
+                row_functions.attempt(own, values, source, operands, self._group.timeout)
             self._launcher.launch(plan, source, source, (tuple(operands),))
 
     def _kind(self, number: int, value: Any) -> str:
