@@ -79,7 +79,7 @@ def test_options_have_their_defaults() -> None:
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_have_their_fields(name: str) -> None:
     [line] = re.findall(rf"^- `{name}`: fields (.*)$", sections()["Results"], re.MULTILINE)
-    named = set(re.findall(r"`(\w+)`", line.partition(", with the campaign")[0]))
+    named = set(re.findall(r"`(\w+)`", line.partition(", with the arguments")[0]))
     fields = {field.name for field in dataclasses.fields(RESULTS[name])}
     assert named <= fields if name == "Report" else named == fields
     assert set(entries("Results")) == set(RESULTS)
