@@ -1,1 +1,1 @@
-"""Device code: Triton kernels, their primitives, how one is launched. Sees tensors and ints, never a store."""
+"""Device code: Triton kernels, their primitives, and their launch. It handles tensors and ints, and knows no store."""

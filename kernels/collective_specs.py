@@ -9,10 +9,10 @@ from tricomm.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Collective:
-    """`takes` and `gives` say how many rows of equal size a rank's input and output have: one, or one for each rank.
+    """`takes` and `gives`: the rows of equal size in a rank's input and output, one or one for each rank.
 
-    `root` is "src" or "dst" if one rank is special: only it has an input of all rows, or only it has an output.
-    `uneven`: the rows have any length, which may change with every call, and no rank knows the others' lengths.
+    `root` is "src" if only one rank has an input, "dst" if only one rank has an output; else empty. `uneven`: rows have
+    any length, which may change with every call and is not known to all ranks.
     """
 
     name: str
@@ -23,11 +23,11 @@ class Collective:
     uneven: bool = False
 
     def rows_in(self, world_size: int) -> int:
-        """Rows of the input, of the root's if there is a root."""
+        """Rows of the input; of the root's input if there is a root."""
         return world_size if self.takes == "all" else 1
 
     def rows_out(self, world_size: int) -> int:
-        """Rows of the output, of the root's if there is a root."""
+        """Rows of the output; of the root's output if there is a root."""
         return world_size if self.gives == "all" else 1
 
 
@@ -50,7 +50,7 @@ MESSAGES = {name: Collective(name) for name in ("send", "recv")}  # between two 
 
 
 def find(name: str) -> Collective:
-    """The collective of that name. Raises `InvalidArgument` with the list of those that exist."""
+    """The collective of that name. Raises `InvalidArgument`, which lists the collectives that exist."""
     known = COLLECTIVES | FUSED | MESSAGES
     if not isinstance(name, str) or name not in known:
         raise InvalidArgument(f"collective {name!r} is unknown; there is {', '.join(known)}")

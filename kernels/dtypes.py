@@ -1,7 +1,7 @@
 """Element types, and their forms in a kernel: the integers that it moves, and the numbers that it reduces.
 
 A kernel moves raw integers of the element's width, so a copy never interprets them. A reduction reads them as
-`element`, and one operation may stand for another: a bool's sum is an or, a complex sum two real ones.
+`element`, and may use another operation: the sum of bools is an or, a complex sum is two real sums.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _OF_BOOL = {"sum": "bor", "max": "bor", "bor": "bor", "prod": "band", "min": "ba
 
 @dataclass(frozen=True)
 class Dtype:
-    """One type of torch's.
+    """One dtype of torch.
 
-    `raw` is the integer that kernels load and store, `lanes` of them make an element (two for a complex number),
-    `element` is the type that a reduction reads each as, `ops` are the operations that are defined.
+    `raw` is the integer type that kernels load and store; `lanes` of them make an element (two for a complex number).
+    `element` is the type as which a reduction reads each of them, `ops` are the operations that are defined.
     """
 
     name: str
@@ -58,9 +58,10 @@ DTYPES = {dtype.name: dtype for dtype in _ALL}
 
 
 def reduction(dtype: Dtype, op: str) -> tuple[str, str]:
-    """(element, operation) that a kernel reduces by. Raises `InvalidArgument` with the list of those that are defined.
+    """(element type, operation) of a kernel that reduces `dtype` by `op`. Raises `InvalidArgument`, which lists the
+    operations that are defined.
 
-    Bitwise operations are the same for every type: they run on whole words.
+    Bitwise operations run on whole words, so they are the same for every type.
     """
     if op not in dtype.ops:
         raise InvalidArgument(f"op {op!r} is not defined for {dtype.name}; there is {', '.join(dtype.ops)}")

@@ -2,11 +2,11 @@
 
 `group` has two forms, and every function here takes both:
 
-    parameters   of the shipped kernels: a tuple of 64-bit words (`layout.group_argument`), constants of the
-                 communicator that ride in the parameters of the launch, so that no push waits for a load of them
-    pointer      of users' kernels: int64*, to this rank's group table, as `Communicator.group_table` gives it
+    parameters   in shipped kernels: a tuple of 64-bit words (`layout.group_argument`), constants of the communicator
+                 that are parameters of the launch, so that no push waits for a load of them
+    pointer      in users' kernels: int64*, to this rank's group table, `Communicator.group_table`
 
-Words that kernels change (epochs, arrivals), and those that few kernels need, are only in the table.
+Words that kernels change (epochs, arrivals) or that few kernels need are only in the table.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def table_of(group):
 
 @triton.jit
 def word_of(group, WORD: tl.constexpr):
-    """int64: a word of the group table below `layout.CONSTANTS`. The parameters have the table's order, after its
-    address."""
+    """int64: word WORD of the group table, which is less than `layout.CONSTANTS`. The parameters are the table's
+    address and then these words."""
     if isinstance(group, tl.tensor):
         word = tl.load(group + WORD)
     else:
-        word = group[WORD + 1].to(tl.int64)  # the interpreter takes a small number for 32 bits
+        word = group[WORD + 1].to(tl.int64)  # the interpreter makes a small number an int32
     return word
 
 
@@ -63,7 +63,7 @@ def control_of(group):
 
 @triton.jit
 def ll_base(group):
-    """int64: the byte of an arena at which the `ll` mailboxes begin."""
+    """int64: the offset in bytes of the `ll` mailboxes in an arena."""
     return word_of(group, LL_BASE)
 
 
@@ -75,7 +75,7 @@ def ll_bytes(group):
 
 @triton.jit
 def wide_base(group):
-    """int64: the byte of an arena at which the `ll128` mailboxes begin."""
+    """int64: the offset in bytes of the `ll128` mailboxes in an arena."""
     return word_of(group, WIDE_BASE)
 
 
@@ -87,7 +87,7 @@ def wide_bytes(group):
 
 @triton.jit
 def simple_base(group):
-    """int64: the byte of an arena at which the `simple` mailboxes begin."""
+    """int64: the offset in bytes of the `simple` mailboxes in an arena."""
     return word_of(group, SIMPLE_BASE)
 
 
@@ -105,7 +105,7 @@ def peer(group, rank):
 
 @triton.jit
 def peer_ahead(group, STEP: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """`peer` of the rank that is STEP ahead of this one, (me + STEP) % WORLD_SIZE; 0 is this rank."""
+    """`peer` of rank (me + STEP) % WORLD_SIZE."""
     if isinstance(group, tl.tensor):
         head = peer(group, (rank_of(group) + STEP) % WORLD_SIZE)
     else:
@@ -115,7 +115,7 @@ def peer_ahead(group, STEP: tl.constexpr, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def peer_of(group, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """`peer` of rank RANK, which is known when the kernel is compiled."""
+    """`peer` of the constexpr RANK."""
     if isinstance(group, tl.tensor):
         head = peer(group, RANK)
     else:
@@ -125,10 +125,10 @@ def peer_of(group, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def peer_addresses(group, rank, mask, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
-    """int64 tile: the address of the arena of each rank of a tile of ranks; undefined outside of `mask`."""
+    """int64 tile: the addresses of the arenas of `rank`, a tile of ranks; undefined outside of `mask`."""
     if isinstance(group, tl.tensor) or not PTX:
         addresses = tl.load(table_of(group) + PEERS + rank, mask=mask, other=0)
-    else:  # a parameter cannot be indexed at run time: selects on constant operands
+    else:  # a parameter cannot be indexed at run time, so select between all of them
         addresses = tl.zeros(rank.shape, tl.int64)
         for r in tl.static_range(WORLD_SIZE):
             addresses = tl.where(rank == r, group[_PEERS + WORLD_SIZE + r], addresses)

@@ -1,6 +1,6 @@
 """The layout of a rank's arena: the tables at its head, and the division of the rest. The same on all ranks.
 
-    byte 0      group table   64-bit words: the own rank, the peers' addresses, each block's epoch
+    byte 0      group table   64-bit words: this rank, the peers' addresses, each block's epoch
     1024        headers       [phase][parity][source][block], one 64-bit word each
     ll          LL mailbox    [parity][source], `ll_buffer` bytes each; two words of 64 bits for 8 bytes of payload
     wide        mailbox of `ll128`: [parity][source], `wide_buffer` bytes each; 16 bytes for 12 bytes of payload
@@ -10,10 +10,10 @@
     slots                     of messages: [source][queue][slot], `slot` bytes each
 
 LL buffers, wide ones and slots are powers of two, and a `simple` buffer is a multiple of one (`_simple_buffer`), so
-that a tile no larger than `Layout.largest_tile` divides its part of the buffer. Words with flags need little, because
-their messages are short: of a large arena wide words get a quarter at most, LL an eighth, messages between two ranks
-a sixteenth, and `simple` the rest. Wide words cannot share the mailbox of LL words: the one's payload would be where
-the other has flags.
+that a tile no larger than `Layout.largest_tile` divides its part of the buffer. Words with flags need little room,
+because their messages are short: in a large arena wide words get at most a quarter, LL an eighth, messages between two
+ranks a sixteenth, and `simple` the rest. Wide words cannot share the mailbox of LL words, because payload of the one
+would be read as flags of the other.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ MAX_BLOCKS = 64
 VERSION = 7
 PHASES = 3  # headers that a block may send a peer in one epoch
 
-# Words of the group table. Epochs and arrivals are the kernels' own; the host writes them once, at the start.
+# Words of the group table. Only kernels change epochs and arrivals; the host writes them once, at the start.
 RANK, CONTROL, LL_BASE, LL_BUFFER, WIDE_BASE, WIDE_BUFFER, SIMPLE_BASE, SIMPLE_BUFFER = range(8)
 MESSAGE_ARRIVALS, QUEUE_STATES, SLOT_DATA, SLOT_BYTES, QUEUES = range(8, 13)
 PEERS = 16
-# A shipped kernel has as parameters the table's address, its constants, the words before MESSAGE_ARRIVALS, and the
+# The parameters of a shipped kernel: the table's address, its constants (the words before MESSAGE_ARRIVALS), and the
 # peers' addresses.
 CONSTANTS = MESSAGE_ARRIVALS
 PARAMETER_PEERS = 1 + CONSTANTS
-# Of a hybrid cube mesh: the ranks of one's own quad and of the peer quad, by position (relay partners have the same),
-# one's own position, and one's index among the quad's ranks in ascending order.
+# Of a hybrid cube mesh: the ranks of this rank's quad and of the other quad, by position (relay partners have the same
+# position), this rank's position, and its index among the quad's ranks in ascending order.
 QUAD, PEER_QUAD, POSITION, QUAD_RANK = 32, 36, 40, 41
 MESH_RANKS, PARTNERS = 8, 5  # partners of a rank: itself, three of its quad, and the relay
 MULTICAST = 42  # the address that stands for all ranks' arenas (`kernels/multimem.py`); 0 if there is none
-# From here on a word for each block: the epoch of the group's next collective; while one runs, its number above that.
+# From here on a word for each block: the epoch of the group's next collective; while one runs, its call number in the
+# upper half.
 EPOCHS = 64
 HEADERS = 1024
 
@@ -59,7 +60,7 @@ MAX_QUEUES = 16
 # running one, its peer (-1: any), the number of the last one that has ended; from RECV_SOURCE on, the source of each
 # message received from any rank, by the message's number. From ENDED on, for each block, the epoch after its last one.
 ABORT, STATUS, STARTED, MESSAGE, MESSAGE_PEER, MESSAGE_ENDED = range(6)
-LOADING = 6  # the host's own: kernels that are being compiled or loaded now
+LOADING = 6  # written by the host: kernels that are being compiled or loaded now
 RECV_SOURCE, RECV_SOURCE_WORDS = 64, 256
 ENDED = RECV_SOURCE + RECV_SOURCE_WORDS
 CONTROL_WORDS = ENDED + MAX_BLOCKS
@@ -73,7 +74,7 @@ MIN_ARENA = 64 * 1024
 _LEAST_BUFFER, _LEAST_SLOT, _GOOD_SLOT, _LARGEST_SLOT = 512, 256, 8192, 65536  # bytes
 _LEAST_STATE = QUEUE_STATE + SLOTS * _LEAST_SLOT
 _PAGE = 4096
-_GOOD_LL = 65536  # bytes of an LL buffer up to which LL gets half of an arena
+_GOOD_LL = 65536  # bytes of an LL buffer; LL gets half of an arena until its buffers have this size
 _LEAST_STEP, _LARGEST_STEP = 32768, 131072  # bytes: two halves of tiles of 2048 words (a GPU's), of 8192 (a CPU's)
 
 
@@ -116,17 +117,17 @@ class Layout:
         }
 
     def largest_tile(self, algorithm: str, protocol: str) -> int:
-        """The largest tile, in 64-bit payload words (for `ll128` wide words), that divides a buffer of this kernel: a
+        """The largest tile that divides a buffer of this kernel, in 64-bit payload words (for `ll128` wide words): a
         power of two."""
         if protocol in ("ll", "ll128"):
             return (self.ll_buffer if protocol == "ll" else self.wide_buffer) // (32 if "two_shot" in algorithm else 16)
         step = self.simple_buffer & -self.simple_buffer
-        if algorithm.startswith("two_shot_"):  # words of codes, one for up to four words of a tensor
+        if algorithm.startswith("two_shot_"):  # its words are codes; one has up to four words of a tensor
             return step // 64
         return step // (8 if algorithm == "one_shot" else 16)
 
     def buffer_words(self, algorithm: str, protocol: str, collective: str) -> int:
-        """64-bit payload words of the part of a buffer that one phase of this kernel has."""
+        """64-bit payload words in the part of a buffer that one phase of this kernel uses."""
         if protocol in ("ll", "ll128"):
             return tile_words(protocol, self.largest_tile(algorithm, protocol))
         whole = algorithm in ("multicast", "hybrid_cube_mesh") and collective != "all_reduce"
@@ -137,7 +138,7 @@ class Layout:
         return self.slot // (16 if protocol == "ll" else 8)
 
     def first_counters(self, epoch: int) -> list[list[list[int]]]:
-        """[rank][queue][word of its state] at the start of a group that begins with `epoch`."""
+        """The initial states of the queues, [rank][queue][word], of a group that begins with `epoch`."""
         first = max(epoch, SLOTS)
         state = [0] * (QUEUE_STATE // 8)
         state[SENT] = state[NEXT] = first
@@ -149,7 +150,8 @@ class Layout:
 
 
 def alike(words: int, room: int, unit: int) -> tuple[int, int]:
-    """(chunks, the words of each but the last one) of plain data, as `device/chunks.py` divides a call of `words`."""
+    """(chunks, words of each but the last one): how `device/chunks.py` divides a call of `words` words of plain
+    data."""
     chunks = -(-words // room)
     return chunks, room if chunks <= 1 else -(-words // (chunks * unit)) * unit
 
@@ -160,7 +162,7 @@ def tile_words(protocol: str, block: int) -> int:
 
 
 def piece_number(number: int) -> int:
-    """`number`, counted on from a piece of a message, as those pieces are numbered: 2^32 is 4 again."""
+    """The number of a piece of a message: `number`, which is a valid one plus some pieces, with 4 again for 2^32."""
     return number if number < EPOCH_LIMIT else number - (EPOCH_LIMIT - SLOTS)
 
 
@@ -170,7 +172,7 @@ def upper_half(number: int) -> int:
 
 
 def unacknowledged(state: list[int]) -> bool:
-    """True if a piece that was sent through the queue with this state is not acknowledged."""
+    """True if a piece that was sent through the queue with this `state` is not yet acknowledged."""
     for back in range(1, SLOTS + 1):
         number = state[SENT] - back
         number += (EPOCH_LIMIT - SLOTS) if number < SLOTS else 0
@@ -185,9 +187,9 @@ def group_words(world_size: int) -> int:
 
 
 def group_argument(table: Any, words: Sequence[int], world_size: int) -> tuple[Any, ...]:
-    """The group argument of a shipped kernel, the same in every launch: `table`, whose contents are `words`; its
-    constants; the addresses of the ranks' arenas twice, from this rank on and from rank 0 on; for eight ranks also the
-    partners in a hybrid cube mesh, by step of their quad and the relay, and their addresses."""
+    """The group argument of a shipped kernel, the same in every launch: the address `table` of the group table, whose
+    contents are `words`; its constants; the addresses of the ranks' arenas twice, from this rank on and from rank 0 on;
+    for eight ranks also the partners in a hybrid cube mesh (the quad by step, then the relay) and their addresses."""
     constants, peers = [int(word) for word in words[:CONSTANTS]], [int(word) for word in words[PEERS:][:world_size]]
     rank, partners = constants[RANK], []
     if world_size == MESH_RANKS:
@@ -210,7 +212,7 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
     reserve = world_size * _LEAST_STATE
     if large:
         reserve = max(good, world_size * MAX_QUEUES * QUEUE_STATE + arena_bytes // 16)
-    half = (arena_bytes - ll - reserve) * 4 // (18 * world_size)  # two and a quarter mailboxes, two parities each
+    half = (arena_bytes - ll - reserve) * 4 // (18 * world_size)  # two and a quarter mailboxes of two parities
     if half < _LEAST_BUFFER:
         least = max(MIN_ARENA, _least(world_size))
         raise InvalidArgument(
@@ -222,7 +224,7 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
     wide_buffer = ll_buffer // 2
     if 2 * (2 * ll_buffer + wide_buffer) > 4 * half:  # leave something for messages
         wide_buffer = ll_buffer // 4
-    elif ll_buffer > _GOOD_LL:  # calls by wide words are the longer ones
+    elif ll_buffer > _GOOD_LL:  # wide words serve longer calls, so they get the rest
         ll_buffer, wide_buffer = wide_buffer, ll_buffer
     wide = ll + 2 * world_size * ll_buffer
     simple = wide + 2 * world_size * wide_buffer
@@ -247,12 +249,12 @@ def _headers_end(world_size: int) -> int:
 
 
 def _power_of_two(nbytes: int) -> int:
-    """The largest one up to `nbytes`."""
+    """The largest power of two that is not above `nbytes`."""
     return 1 << (nbytes.bit_length() - 1)
 
 
 def _simple_buffer(nbytes: int) -> int:
-    """Bytes of a buffer of at most `nbytes`: a large one is a multiple of a 32nd of a power of two."""
+    """Bytes of a buffer of at most `nbytes`. A large one is a multiple of 1/32 of a power of two."""
     whole = _power_of_two(nbytes)
     step = min(whole, max(_LEAST_STEP, min(_LARGEST_STEP, whole // 32)))
     return nbytes // step * step

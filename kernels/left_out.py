@@ -1,4 +1,4 @@
-"""Messages about kernels that a tool leaves out, by name, in one form."""
+"""One form of message for kernels that a tool leaves out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def left_out_lines(reasons: Iterable[tuple[str, str]]) -> list[str]:
-    """A line for each reason of pairs (name, reason), with the names in order."""
+    """A line for each reason in `reasons`, pairs (name, reason), with the names in order."""
     return [f"left out: {text}" for text in by_reason(reasons)]
 
 

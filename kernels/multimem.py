@@ -1,21 +1,22 @@
-"""The switch's own instructions: one address that stands for the same place in all ranks' memory (`multimem` of PTX).
+"""Reductions and stores in the switch: PTX `multimem` on an address that stands for the same place in all ranks'
+memory.
 
-A load from it returns the sum (or another reduction that the switch has) of the ranks' values there, a store writes to
-all of them. So data that N ranks add leaves each GPU once instead of N - 1 times.
+A load returns the sum (or another reduction that the switch supports) of the ranks' values, a store writes to all of
+them. So data that N ranks add leaves each GPU once instead of N - 1 times.
 
 Places    A multicast pointer is a tuple: compiled, the one address that the driver mapped for all ranks' memory; under
-          the interpreter, which has no switch, the addresses that it stands for, in rank order.
-Width     16 bytes a thread: two neighbouring 64-bit words, of floats by one instruction. The switch has no vectors of
-          integers, so they go by 8 or 4 bytes. A tile has two words or more for every thread: of fewer, Triton would
-          have two threads make the same access, and the later one would add what the other has stored in place.
-Order     Relaxed at `.sys`: nothing else is ordered, so a store arrives at different ranks at different times. Headers
-          publish them as they do plain data. The same bytes have another address for plain accesses, and PTX orders
-          accesses by two addresses only with an alias fence between them (ALIASES of `primitives.barrier`).
-Sums      Which types and operations: `why_not_reduced`. 16-bit floats are asked to be summed in fp32. The switch
-          chooses the order of additions and the rounding: one rank reduces a word and all ranks get its result, but the
-          bits may differ from a sum in rank order. The interpreter adds in rank order and rounds once.
-Offered   From sm_90 and Triton 3.9 on. Older Triton copies inline assembly from one layout to another, as it likes; a
-          sum that the switch makes twice may have two values.
+          the interpreter, which has no switch, the ranks' addresses in rank order.
+Width     16 bytes a thread: two neighbouring 64-bit words, for floats in one instruction. The switch has no vectors of
+          integers, so integers take accesses of 8 or 4 bytes. A tile has at least two words per thread: with fewer, two
+          threads would make the same access, and in place the later one would add the result of the other.
+Order     Relaxed at `.sys`: a store arrives at different ranks at different times. Headers publish these stores as they
+          do plain data. Plain accesses use another address of the same bytes, and PTX orders accesses by two addresses
+          only with an alias fence between them (ALIASES of `primitives.barrier`).
+Sums      `why_not_reduced` has the types and operations. The instruction requests sums of 16-bit floats in fp32. The
+          switch chooses the order of additions and the rounding. One rank reduces a word and all ranks get its result,
+          but a sum in rank order may have other bits. The interpreter adds in rank order and rounds once.
+Offered   From sm_90 and Triton 3.9 on. Older Triton may duplicate inline assembly when it converts layouts, and a sum
+          that the switch computes twice may have two values.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def why_not_reduced(element: str, op: str) -> str | None:
 
 
 def instruction(element: str, op: str) -> str:
-    """PTX that loads two reduced words, $0 and $1, from $2 on if $3 is not 0."""
+    """PTX that loads two reduced words, $0 and $1, from address $2 if $3 is not 0."""
     head = "multimem.ld_reduce.relaxed.sys.global"
     zeros = "mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0;"
     registers, out = ".reg .b32 a, b, c, d;", "mov.b64 $0, {a, b}; mov.b64 $1, {c, d};"
@@ -84,7 +85,7 @@ def instruction(element: str, op: str) -> str:
 
 @triton.jit
 def everywhere(group, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
-    """The head of all ranks' arenas at once, a multicast pointer of int64*."""
+    """A multicast pointer (int64*) to the heads of all ranks' arenas."""
     heads = ()
     if PTX:
         head = tl.load(table_of(group) + MULTICAST).to(tl.pointer_type(tl.int64))
@@ -97,8 +98,8 @@ def everywhere(group, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def everywhere_in(table, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
-    """The beginning of symmetric memory on all ranks at once, a multicast pointer of int64*. `table` (int64*) has its
-    address on each rank, and then the multicast address."""
+    """A multicast pointer (int64*) to the beginning of symmetric memory on all ranks. `table` (int64*) has its address
+    on each rank, followed by the multicast address."""
     heads = ()
     if PTX:
         heads = heads + (tl.multiple_of(tl.load(table + WORLD_SIZE).to(tl.pointer_type(tl.int64)), 16),)
@@ -112,8 +113,8 @@ def everywhere_in(table, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
 def load_reduced(pointers, first, count, SPEC: tl.constexpr):
     """The tile at word `first` of a run of `count` at a multicast pointer, reduced over the ranks: int64 [BLOCK].
 
-    `pointers` are int64*, multiples of 16, `first` is even. Words are loaded by pairs: words past the last pair that
-    begins before `count` are undefined, and that pair's second word has to be readable memory.
+    `pointers` are int64*, multiples of 16, `first` is even. Words are loaded in pairs. Words past the last pair that
+    begins before `count` are undefined, and the second word of that pair has to be readable memory.
     """
     if SPEC.PTX:
         tl.static_assert(SPEC.BLOCK >= 2 * SPEC.LANES)

@@ -1,18 +1,18 @@
-"""Communication between kernels: group table, LL words, headers, signal and wait. Public, also for users' kernels.
+"""Communication between kernels: group table, LL words, headers, signal and wait. Public API for users' kernels.
 
 `group` is the pointer to this rank's group table (`layout.py`), int64*, as `Communicator.group_table` gives it; in the
 shipped kernels it is a tuple of their parameters (`group.py`).
 
-Two variants of each access that crosses GPUs, chosen by the constexpr `PTX`: pure `tl`, which Triton's interpreter
-runs, and inline PTX, which says relaxed, release and acquire at `.sys` scope in the widths that we want. A release
-on a peer's word is a store, never an exchange: PCIe boxes have no native atomics between GPUs.
+Each access that crosses GPUs has two variants, chosen by the constexpr `PTX`: pure `tl` for Triton's interpreter, and
+inline PTX with relaxed, release and acquire at `.sys` scope. A release on a peer's word is a store, never an exchange,
+because PCIe has no native atomics between GPUs.
 
 Uniformity: threads that poll independently may see a word arrive at different times, and a loop that only some warps
-leave would tear the block's barriers apart. So every poll reads a tile that spans all threads (`LANES` on a GPU is the
-number of threads) and leaves by one reduction over the block.
+leave breaks the block's barriers. So every poll reads a tile that spans all threads (`LANES` on a GPU is the number of
+threads) and leaves by one reduction over the block.
 
-Bound: every wait also looks at the control page's abort and status words now and then, and gives up with a non-zero
-status. The host sets abort when a limit passes or a peer is gone.
+Bound: every wait also reads the control page's abort and status words every few rounds, and ends with a non-zero status
+if one is set. The host sets the abort word when a time limit passes or a peer is gone.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ _FENCE_ALIASES = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $1, 0; @p fence.pr
 
 @triton.jit
 def pause(spins):
-    """Once per spin. Does nothing on a GPU; the interpreter lets other ranks run here."""
+    """Called once per round of a poll. Does nothing on a GPU; the interpreter lets other ranks run here."""
 
 
 @triton.jit
 def put_ll(pointer, words, flag, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    """Push the first `count` of `words` (int64 [BLOCK], 8 bytes of payload each) as LL words to `pointer` and on.
+    """Push the first `count` of `words` (int64 [BLOCK], 8 bytes of payload each) as LL words from `pointer` on.
 
-    `pointer` is int64*, 16-byte aligned; a payload word takes 16 bytes of the mailbox. Each half of it travels with the
-    32-bit `flag` in one naturally aligned 64-bit store, so it arrives whole and needs no fence. Pairs with `get_ll`.
+    `pointer` is int64*, 16-byte aligned; a payload word takes 16 bytes of the mailbox. Each half of a word is stored
+    with `flag` in one aligned 64-bit store, so it arrives whole without a fence. Pairs with `get_ll`.
     """
     lane = tl.arange(0, BLOCK)
     store_ll(pointer + 2 * lane, words, flag, lane < count, PTX)
@@ -70,7 +70,7 @@ def put_ll(pointer, words, flag, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
 def store_ll(pointers, words, flag, mask, PTX: tl.constexpr):
     """Store each of `words` (int64 tile) with `flag` as the LL words at `pointers` (int64*, multiples of 16)."""
     if PTX:
-        same = (words * 0 + flag).to(tl.int32)  # whatever the type of `flag`
+        same = (words * 0 + flag).to(tl.int32)  # for a `flag` of any type
         tl.inline_asm_elementwise(
             _PUT, "=r,l,l,r,r", [pointers, words, same, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -83,13 +83,13 @@ def store_ll(pointers, words, flag, mask, PTX: tl.constexpr):
 
 @triton.jit
 def get_ll(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    """Poll SOURCES rooms of one's own mailbox at once until their first `count` payload words carry `flag`.
+    """Poll SOURCES places in this rank's mailbox at once until the first `count` payload words of each carry `flag`.
 
-    `pointer` (int64*, 16-byte aligned) is the place in the first room, `room` the distance to the next one in 64-bit
-    words. Returns (a tuple of SOURCES int64 [BLOCK] tiles, status). Pairs with `put_ll`. A word that was seen is
-    complete, because payload and flag are one access: a volatile load, which is relaxed at `.sys` scope. It must stay
-    a load of Triton's own: before 3.9 the compiler copied inline assembly from one layout to another, and then took
-    flags and payload from two loads. All loads of a spin are in flight together, and one reduction ends it.
+    `pointer` (int64*, 16-byte aligned) is the first place, `room` the distance to the next one in 64-bit words. Returns
+    (a tuple of SOURCES int64 [BLOCK] tiles, status). Pairs with `put_ll`. A word with the awaited flag is complete,
+    because payload and flag are one access: a volatile load, relaxed at `.sys` scope. It must be `tl.load`: before 3.9
+    the compiler duplicated inline assembly when it converted layouts, and took flags and payload from two loads. All
+    loads of a round are in flight together, and one reduction ends it.
     """
     lane = tl.arange(0, 2 * BLOCK)
     expected = lane < 2 * count
@@ -102,7 +102,7 @@ def get_ll(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl.c
         late = expected & False
         payload = ()
         for source in tl.static_range(SOURCES):
-            # Without a mask, which would narrow the access: there is room for a whole tile, whatever is in it.
+            # Without a mask, which would narrow the access: there is room for a tile, extra words are ignored.
             seen = tl.load(tl.multiple_of(pointer + source * room, 16) + lane, volatile=True)
             late |= expected & (((seen >> 32) & LOW) != flag)
             low, high = tl.split(tl.reshape(seen, [BLOCK, 2]))
@@ -116,12 +116,12 @@ def get_ll(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def look(group, spins, late, PTX: tl.constexpr):
-    """2 in every lane if the host or another block of this rank has aborted, else 0. Looks now and then."""
+    """2 in every lane if the host or another block of this rank has aborted, else 0. Reads them only in some rounds."""
     gone = late.to(tl.int32) * 0
     every: tl.constexpr = 256 if PTX else 4
-    if (spins & (every - 1)) == every - 1:  # not %: `spins` turns negative in the end
+    if (spins & (every - 1)) == every - 1:  # not %: `spins` overflows and becomes negative in the end
         control = control_of(group)
-        # A tile of pointers to the same two words: every thread reads, one reduction by the caller decides.
+        # A tile of pointers to the same two words: every thread reads them, and a reduction by the caller decides.
         words = control + tl.zeros(late.shape, tl.int32)
         gone = ((tl.load(words, volatile=True) | tl.load(words + STATUS, volatile=True)) != 0).to(tl.int32) * 2
     return gone
@@ -129,10 +129,10 @@ def look(group, spins, late, PTX: tl.constexpr):
 
 @triton.jit
 def signal(pointer, value, mask, RELEASE: tl.constexpr, PTX: tl.constexpr):
-    """Store `value` (int64) into the peers' words at `pointer` (int64* tile), `.sys`; release or relaxed.
+    """Store `value` (int64) in the peers' words at `pointer` (int64* tile), release or relaxed, at `.sys` scope.
 
-    Release publishes this thread's earlier accesses; a `tl.debug_barrier()` before it makes them the whole block's.
-    Pairs with `acquire` on the peer; `set_flag` is the form for a kernel's own flags.
+    Release publishes earlier accesses of this thread; after a `tl.debug_barrier()` also of the other threads. Pairs
+    with `acquire` on the peer; `set_flag` is the form for a kernel's own flags.
     """
     if PTX:
         asm: tl.constexpr = _RELEASE if RELEASE else _RELAXED
@@ -152,7 +152,7 @@ def signal(pointer, value, mask, RELEASE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def acquire(pointer, mask, PTX: tl.constexpr):
-    """Read own words at `pointer` (int64* tile) with acquire order at `.sys` scope. Masked lanes are undefined."""
+    """Load this rank's words at `pointer` (int64* tile) with acquire at `.sys` scope. Masked lanes are undefined."""
     if PTX:
         seen = tl.inline_asm_elementwise(_ACQUIRE, "=l,l", [pointer], dtype=tl.int64, is_pure=False, pack=1)
     else:
@@ -163,7 +163,7 @@ def acquire(pointer, mask, PTX: tl.constexpr):
 @triton.jit
 def set_flag(pointer, value):
     """Store `value` into the int64 word at `pointer`, on any rank, after all earlier accesses of this block. Pairs with
-    `wait_flag` on the rank whose word it is. A word has one writer, which stores larger and larger values.
+    `wait_flag` on the word's rank. A word has one writer, whose values increase.
     """
     store_flag(pointer, value, cuda.num_threads(), True)
 
@@ -172,7 +172,7 @@ def set_flag(pointer, value):
 def wait_flag(group, pointer, value):
     """Wait until this rank's own int64 word at `pointer` is `value` or more. Returns the status. 0: all later accesses
     of this block are ordered after the accesses before the `set_flag`. Not 0: a peer is gone or the time is up; the
-    kernel has to leave, and the host raises the error. `group` is `Communicator.group_table`.
+    kernel must return, and the host raises the error. `group` is `Communicator.group_table`.
     """
     return await_flag(group, pointer, value, cuda.num_threads(), True)
 
@@ -204,7 +204,7 @@ def await_flag(group, pointer, value, LANES: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def wait_sequence(group, pointer, sequence, mask, PTX: tl.constexpr):
-    """Wait until the high half of every own word at `pointer` is `sequence`; returns (words, status). Acquires."""
+    """Wait, with acquire, until the high half of every word at `pointer` is `sequence`; returns (words, status)."""
     seen = tl.zeros(pointer.shape, tl.int64)
     missing = 1
     spins = 0
@@ -224,8 +224,8 @@ def send_headers(
 ):  # fmt: skip
     """Write `epoch << 32 | fingerprint` to this block's header at every peer, one lane a peer.
 
-    `call` carries the fingerprint in its low half. RELEASE if the header is a barrier flag (`simple`); relaxed
-    under `ll`, because every word of data has a flag. Pairs with `wait_headers`, same block, same phase.
+    `call` has the fingerprint in its low half. RELEASE if the header is a barrier flag (`simple`); under `ll` it is
+    relaxed, because every word of data has a flag. Pairs with `wait_headers` of the same block and phase.
     """
     lane = tl.arange(0, LANES)
     mask = (lane < WORLD_SIZE) & (lane != rank_of(group))
@@ -251,8 +251,8 @@ def wait_headers(
 ):
     """Wait for this block's header from every peer; returns the status.
 
-    The right sequence with another fingerprint means that the peer made another call: the status word then names the
-    peer and what it sent, and this rank leaves before it has used any data.
+    The right epoch with another fingerprint means that the peer made another call. Then the status word gets the peer
+    and its fingerprint, and this kernel returns before it has used any data.
     """
     source = tl.arange(0, LANES) % SOURCES
     me = rank_of(group)
@@ -264,7 +264,7 @@ def wait_headers(
 def wait_headers_of(
     group, mask, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr
 ):
-    """`wait_headers` only of peers whose lanes of `mask` (bool [LANES], lane n for rank n % SOURCES) are set."""
+    """`wait_headers` only for peers whose lanes of `mask` (bool [LANES], lane n for rank n % SOURCES) are set."""
     source = tl.arange(0, LANES) % SOURCES
     seen, status = wait_words(group, mask, epoch, PHASE, WORLD_SIZE, LANES, PTX)
     if status == 0:
@@ -274,9 +274,10 @@ def wait_headers_of(
 
 @triton.jit
 def report_mismatch(group, source, mask, seen, call):
-    """Status 2, and in the status word a peer and its fingerprint, if a header in `seen` has another one than `call`.
+    """If a header in `seen` has another fingerprint than `call`, report it and its peer in the status word and return
+    2.
 
-    Lane n of `seen` is of rank `source[n]`; only those of `mask` count.
+    Lane n of `seen` is from rank `source[n]`; lanes outside of `mask` are ignored.
     """
     status = 0
     culprit = tl.max(tl.where(mask & ((seen & LOW) != (call & LOW)), source + 1, 0), axis=0)
@@ -289,8 +290,8 @@ def report_mismatch(group, source, mask, seen, call):
 
 @triton.jit
 def report_overlap(group, foreign):
-    """Report in the status word, by the lanes of `foreign` (bool tile), that two launches overlap, unless there is an
-    earlier report or an abort: a launch that was aborted leaves its epoch words as they are while it runs."""
+    """If a lane of `foreign` (bool tile) is set, report in the status word that two launches overlap. Not if there is
+    an earlier report or an abort, because an aborted launch leaves its words marked as running."""
     control = control_of(group) + tl.zeros(foreign.shape, tl.int32)
     told = tl.load(control, mask=foreign, other=1, volatile=True)
     told |= tl.load(control + STATUS, mask=foreign, other=1, volatile=True)
@@ -301,7 +302,7 @@ def report_overlap(group, foreign):
 def wait_words(
     group, mask, epoch, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr
 ):
-    """This block's header words of this epoch from the peers of `mask`, whatever they hold: (words, status)."""
+    """Wait for this block's headers of this epoch from the peers of `mask`, with any fingerprint: (words, status)."""
     source = tl.arange(0, LANES) % SOURCES
     row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)
     pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)
@@ -315,10 +316,10 @@ def barrier(
 ):  # fmt: skip
     """Block b waits for block b of every peer; earlier writes of each are visible to the others. Returns the status.
 
-    Before: the block barrier orders all threads' accesses before the releasing lanes' stores. After: it holds all
-    threads back until the acquiring lanes have seen the flags. ALIASES: also accesses by other addresses of the same
-    bytes, through an alias fence (`multimem`). It waits as a system fence does, so the acquiring threads issue it, when
-    no store of this block is in flight.
+    The first block barrier orders all threads' accesses before the releasing stores; the second holds all threads back
+    until the acquiring lanes have seen the flags. ALIASES: also accesses by other addresses of the same bytes, through
+    an alias fence (`multimem`). It waits as a system fence does, so the acquiring threads issue it, when no store of
+    this block is in flight.
     """
     tl.debug_barrier()
     send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)
@@ -332,16 +333,16 @@ def barrier(
 
 @triton.jit
 def advance(epoch, chunks):
-    """The epoch `chunks` after `epoch`. 0 means 'never written', so 2^32 - 1 is followed by 2. Not by 1: the mailbox is
-    chosen by the epoch's parity, which must go on alternating."""
+    """The epoch `chunks` after `epoch`. 0 means 'never written', so 2 follows 2^32 - 1; not 1, because the parity,
+    which selects the mailbox, must alternate."""
     later = epoch + chunks
     return tl.where(later >= LIMIT, later - (LIMIT - 2), later)
 
 
 @triton.jit
 def kept_words(LANES: tl.constexpr = MAX_BLOCKS):
-    """(lane, mask): the numbers of the epoch words that this block keeps: its own one, and if it is the first block,
-    those of blocks that this launch lacks. So all words are equal between launches, whatever the grids."""
+    """(lane, mask): the epoch words that this block maintains: its own, and in the first block those of blocks that
+    this launch does not have. So all words are equal between launches of any grids."""
     lane = tl.arange(0, max(LANES, MAX_BLOCKS))
     block = tl.program_id(0)
     lacks = tl.where(block == 0, tl.num_programs(0), MAX_BLOCKS)
@@ -350,7 +351,7 @@ def kept_words(LANES: tl.constexpr = MAX_BLOCKS):
 
 @triton.jit
 def read_epoch(group, LANES: tl.constexpr = MAX_BLOCKS):
-    """(epoch, seen): the first epoch of a launch, and the words that this block keeps. Nothing waits for them here."""
+    """(epoch, seen): the first epoch of a launch, and the words of `kept_words`. Only loads them, without a wait."""
     words = table_of(group) + EPOCHS
     lane, kept = kept_words(LANES)
     seen = tl.load(words + lane, mask=kept, other=0, volatile=True)
@@ -359,20 +360,20 @@ def read_epoch(group, LANES: tl.constexpr = MAX_BLOCKS):
 
 @triton.jit
 def running(epoch, call):
-    """int64: an epoch word while `call`, which began with `epoch`, runs. Between launches it is the epoch alone."""
+    """int64: an epoch word while `call`, which began with `epoch`, runs. Between launches it is only the epoch."""
     return (((call >> 32) | RUNS) << 32) | epoch
 
 
 @triton.jit
 def enter(group, call):
-    """Start of a launch: its first epoch. Another launch that runs is reported here already: neither may ever end."""
-    # Other lanes than those of `finish`, whose addresses the compiler would keep in registers through the whole kernel.
+    """Begin a launch: returns its first epoch. Reports another running launch now, because neither might ever end."""
+    # Not the lanes of `finish`: the compiler would keep their addresses in registers through the whole kernel.
     epoch, seen = read_epoch(group, 2 * MAX_BLOCKS)
     if tl.program_id(0) == 0:
         tl.store(control_of(group) + STARTED, epoch)
     lane, kept = kept_words(2 * MAX_BLOCKS)
     report_overlap(group, kept & (seen != epoch))
-    # Threads load these words on their own: none may store them before all of them have read them.
+    # Threads load these words independently: none may store to them before all have read them.
     tl.debug_barrier()
     tl.store(table_of(group) + EPOCHS + lane, running(epoch, call) + lane * 0, mask=kept)
     return epoch
@@ -380,8 +381,8 @@ def enter(group, call):
 
 @triton.jit
 def leave(group, epoch, call, chunks, status):
-    """`finish`, for a launch that has not read its epoch words since its start: another launch of this communicator
-    that has begun since then is reported here. Neither launch's output is defined then."""
+    """`finish` for a launch that has not read its epoch words since its start: it also reports another launch of this
+    communicator that has begun since. Then the output of both is undefined."""
     lane, kept = kept_words()
     seen = tl.load(table_of(group) + EPOCHS + lane, mask=kept, other=0, volatile=True)
     finish(group, epoch, chunks, status)
@@ -391,7 +392,7 @@ def leave(group, epoch, call, chunks, status):
 
 @triton.jit
 def finish(group, epoch, chunks, status):
-    """End of a launch for this block: advance the epoch words that it keeps, for the next launch and for the host."""
+    """End a launch for this block: advance its `kept_words`, for the next launch and for the host."""
     tl.debug_barrier()  # the block's other threads have read the words that are stored
     if status == 0:
         lane, kept = kept_words()

@@ -1,4 +1,4 @@
-"""Reduce tiles of 64-bit words, element by element, in ascending order of the tuple: rank order, or a quad's.
+"""Reduce tiles of 64-bit words, element by element, in the order of the tuple: rank order, also within a quad.
 
     raw words ──accumulate──▶ accumulators ──combine──▶ accumulators ──finish──▶ raw words
                 (in rank order)             (two partial sums)      (divide, round once)
@@ -7,11 +7,12 @@ Types narrower than 32 bits accumulate in 32: floats in fp32, integers in int32.
 tiles of accumulator words, element i of a word in part i // 2. Wider types and bitwise operations make one.
 
 Defined bit for bit, on a GPU and under the interpreter (except the bits of a NaN):
-  integers      wrap at their own width, an average at its accumulator's; it is truncated toward zero
-  floats        rounded once, to nearest even; denormals are kept; an infinity is one, inf - inf a NaN
-  min, max      propagate a NaN; of zeros of both signs min is -0 and max +0
-  fp8           beyond the largest number e5m2 is infinite; e4m3, which has no infinity, stays at 448
-  prod, sum     of many ranks round after each step in the accumulator, in rank order
+  integers      wrap at their own width; the sum of an average wraps at the accumulator's, and the average is truncated
+                toward zero
+  floats        rounded once, to nearest even; denormals are kept; infinities stay infinite, inf - inf is a NaN
+  min, max      propagate a NaN; -0 is less than +0
+  fp8           beyond the largest number e5m2 becomes infinite; e4m3, which has no infinity, becomes 448
+  prod, sum     round in the accumulator after each rank, in rank order
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def reduce_words(parts, SPEC: tl.constexpr):
 
 @triton.jit
 def accumulate(parts, SOURCES: tl.constexpr, SPEC: tl.constexpr):
-    """Tiles of accumulator words (a tuple of `PARTS`, see the file's head) of SOURCES tiles of raw words."""
+    """The accumulator words, a tuple of `PARTS` tiles (see the head of this file), of SOURCES tiles of raw words."""
     ELEMENT: tl.constexpr = SPEC.ELEMENT
     OP: tl.constexpr = SPEC.OP
     BITS: tl.constexpr = SPEC.BITS
@@ -58,7 +59,7 @@ def accumulate(parts, SOURCES: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def combine(some, others, SPEC: tl.constexpr):
-    """One tuple of accumulator tiles of two. Commutative, bit for bit: both sides of an exchange get the same."""
+    """Combine two tuples of accumulator tiles. Bitwise commutative, so both sides of an exchange get the same bits."""
     PARTS: tl.constexpr = SPEC.PARTS
     ELEMENT: tl.constexpr = SPEC.ELEMENT
     OP: tl.constexpr = SPEC.OP
@@ -69,7 +70,7 @@ def combine(some, others, SPEC: tl.constexpr):
     elif SPEC.BITS == 64:
         total = _arithmetic(_wide(some[0], ELEMENT), _wide(others[0], ELEMENT), OP)
         if ELEMENT == "float64":
-            # PTX has one NaN for fp32, and does not say which of two NaNs an addition of fp64 gives.
+            # PTX has one NaN for fp32, and does not define which of two NaNs an addition of fp64 returns.
             total = tl.where(total == total, total, float("nan"))
         accumulators = accumulators + (total.to(tl.int64, bitcast=True),)
     else:
@@ -82,7 +83,8 @@ def combine(some, others, SPEC: tl.constexpr):
 
 @triton.jit
 def finish(totals, SPEC: tl.constexpr):
-    """Raw words (int64 tile) of accumulator tiles: divides an average by WORLD_SIZE, and rounds."""
+    """The raw words (int64 tile) of accumulator tiles: an average is divided by WORLD_SIZE, and elements are
+    rounded."""
     ELEMENT: tl.constexpr = SPEC.ELEMENT
     BITS: tl.constexpr = SPEC.BITS
     HALF: tl.constexpr = SPEC.ACCUMULATOR
@@ -128,13 +130,14 @@ def _pair(low, high):
 
 @triton.jit
 def element(words, j: tl.constexpr, ELEMENT: tl.constexpr, BITS: tl.constexpr):
-    """Element j of a word in its accumulator's type, exactly."""
+    """Element j of a word in its accumulator's type, without rounding."""
     if ELEMENT == "float32":
         value = (words >> (32 * j)).to(tl.int32).to(tl.float32, bitcast=True)
     elif ELEMENT == "float16":
         value = (words >> (16 * j)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif ELEMENT == "bfloat16":
-        # The upper half of fp32: one instruction an element, where a conversion of 16 bits takes two for every other.
+        # bf16 is the upper half of fp32: this takes one instruction per element, a conversion two for every other
+        # element.
         two = (words >> (16 * (j // 2 * 2))).to(tl.int32)
         value = ((two & -65536) if j % 2 else (two << 16)).to(tl.float32, bitcast=True)
     elif ELEMENT == "float8_e5m2":
@@ -172,7 +175,8 @@ def raw_bits(value, ELEMENT: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def from_e4m3(code):
-    """fp32 of an e4m3 code (int32, 0 to 255): its bits at fp32's place, then the bias put right by a power of two."""
+    """fp32 of an e4m3 code (int32, 0 to 255): its bits are shifted to their place in fp32, and a power of two corrects
+    the bias."""
     magnitude = code & 0x7F
     value = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
     value = tl.where(magnitude == 0x7F, float("nan"), value)
@@ -183,10 +187,12 @@ def from_e4m3(code):
 def to_fp8(
     value, SHIFT: tl.constexpr, STEP: tl.constexpr, NORMAL: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr
 ):
-    """fp8 code (int32) of an fp32, to nearest even. By hand: sm_80 has no e4m3, and the interpreter truncates.
+    """fp8 code (int32) of an fp32, to nearest even. Not a conversion, because sm_80 has no e4m3 and the interpreter
+    truncates.
 
-    SHIFT mantissa bits go. STEP and NORMAL are fp32 exponents: of the number that added to a small one rounds it to a
-    multiple of the least fp8, and of the least normal fp8. BIAS is between the two exponents, MOST the largest code.
+    SHIFT mantissa bits are dropped. STEP is the fp32 exponent of the number that, added to a small one, rounds it to a
+    multiple of the least fp8; NORMAL is the exponent of the least normal fp8. BIAS is the difference between the
+    exponents of fp32 and fp8, MOST the largest code.
     """
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -229,7 +235,7 @@ def divide(total, WORLD_SIZE: tl.constexpr):
     if total.dtype.is_int():
         mean = total // WORLD_SIZE
     elif total.dtype == tl.float32:
-        # `/` on fp32 is an approximate division on a GPU; this one is rounded as IEEE asks.
+        # `/` on fp32 is an approximate division on a GPU; this one is rounded as in IEEE 754.
         mean = tl.div_rn(total, tl.zeros(total.shape, tl.float32) + WORLD_SIZE)
     else:
         mean = total / WORLD_SIZE

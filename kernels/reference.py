@@ -20,8 +20,8 @@ def expected(
     quads: Sequence[Sequence[int]] = (),
     wire: str = "",
 ) -> torch.Tensor:
-    """The output of `rank` for all ranks' flat inputs, as the kernels promise it. `quads`: of a cube mesh; `wire`: how
-    an all-reduce is quantised on the links."""
+    """The output that the kernels promise to `rank`; `parts` are all ranks' flat inputs. `quads`: the quads of a cube
+    mesh, if it is reduced over one; `wire`: how an all-reduce is quantised on the links."""
     if wire:
         return quantised(wire, op, parts)
     if collective in ("all_gather", "gather"):
@@ -38,8 +38,9 @@ def expected(
 
 
 def reduced(op: str, parts: list[torch.Tensor], quads: Sequence[Sequence[int]] = ()) -> torch.Tensor:
-    """In rank order (each quad in rank order, then the two), types narrower than 32 bits in 32, rounded once."""
-    if parts[0].is_complex() and op in ("sum", "avg"):  # by halves: torch makes a NaN of an infinity's other half
+    """The reduction in rank order (with `quads` each quad in rank order, then the two sums), in 32 bits for narrower
+    types, rounded once."""
+    if parts[0].is_complex() and op in ("sum", "avg"):  # torch would make NaNs next to infinities
         return torch.view_as_complex(reduced(op, [torch.view_as_real(part) for part in parts], quads))
     dtype, count = parts[0].dtype, len(parts)
     if dtype == torch.bool:
@@ -56,7 +57,7 @@ def reduced(op: str, parts: list[torch.Tensor], quads: Sequence[Sequence[int]] =
 
 
 def quantised(wire: str, op: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum or the average of flat `parts` by `all_reduce(wire=)`."""
+    """The sum or average of flat `parts` as `all_reduce(wire=)` computes it."""
     if parts[0].is_complex():
         return torch.view_as_complex(
             quantised(wire, op, [torch.view_as_real(x).reshape(-1) for x in parts]).view(-1, 2)
@@ -86,7 +87,7 @@ def coded(values: torch.Tensor, codes: str) -> torch.Tensor:
 def _two(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if op in ("band", "bor", "bxor"):
         return a & b if op == "band" else a | b if op == "bor" else a ^ b
-    if op in ("min", "max"):  # of zeros with different signs torch may give either
+    if op in ("min", "max"):  # torch may return either of two zeros with different signs
         negative = torch.signbit(a)
         equal = torch.where(negative, a, b) if op == "min" else torch.where(negative, b, a)
         return torch.where(a == b, equal, torch.minimum(a, b) if op == "min" else torch.maximum(a, b))

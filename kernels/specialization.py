@@ -12,7 +12,7 @@ import triton.language as tl
 from tricomm.kernels import multimem
 from tricomm.kernels.dtypes import DTYPES
 
-PER_GROUP = "fp8_per_"  # and the number of elements that share a scale
+PER_GROUP = "fp8_per_"  # followed by the number of elements that share a scale
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,20 @@ class Specialization:
     PTX          inline PTX for the accesses that cross GPUs; False: pure `tl`, which the interpreter runs
     LL           the protocol: True for `ll` and `ll128`, False for `simple`
     WIDE         True for `ll128`
-    SWITCH       chunks go through a switch, by multicast addresses
+    SWITCH       the NVLink switch moves the data, by multicast addresses
     ALIGNED      the tensors of this rank begin at multiples of 16 bytes
-    COMPACT      for at most 128 registers a thread: ranks one after another where a loop has the tiles of all of them
+    COMPACT      for at most 128 registers a thread: loops handle the tiles of the ranks one after another
     DEPENDENT    a dependent launch (`device/dependent_launch.py`)
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
-    WIRE, GATHER the codes of an all-reduce that quantises on the links (`device/wire.py`): fp8 or int8, else empty;
+    WIRE, GATHER the codes of an all-reduce that quantises on the links (`device/wire.py`): fp8 or int8, else empty; and
                  whether it quantises only the second leg
 
     Of an all-reduce of rows with an epilogue (`device/rows.py`):
     HIDDEN       elements of a row, a multiple of 8
     SHARDS       equal parts of a row: one a rank if two shots reduce it
     OPERANDS     Triton's types of the epilogue's operands besides the row
-    EPILOGUE     the device function that takes a reduced row, and PREPARE, which runs before the row is there
-    PROLOGUE     the device function that makes the rows to send; None: the rows of the input are sent
+    EPILOGUE     the device function that takes a reduced row; PREPARE runs before the row has arrived
+    PROLOGUE     the device function that computes the rows to send; None: the rows of the input are sent
     TOP_K        rows that `device/expert_rows.py` sums for a token; 0: known only at run time
     WEIGHT, BIASED, RESIDUAL, NORM, QUANTIZE, SWIZZLED    of RMSNorm (`device/epilogue.py`): type of the weight, whether
                  something is added to it, whether there is a residual, whether the norm is written, the quantisation,
@@ -75,7 +75,7 @@ class Specialization:
 
     @cached_property
     def PLANES(self) -> int:
-        """Runs of words that a tile consists of (`device/planes.py`, `device/wire.py`)."""
+        """The number of planes of a tile (`device/planes.py`, `device/wire.py`)."""
         return self.BITS // 8 if self.WIRE else 3 if self.WIDE else 1
 
     @cached_property
@@ -95,7 +95,7 @@ class Specialization:
 
     @cached_property
     def BITS(self) -> int:
-        """Bits of an element that is reduced. A bitwise operation reduces whole words, whatever the tensor's type."""
+        """Bits of an element that is reduced. Bitwise operations reduce whole words, for any type of the tensor."""
         return DTYPES[self.ELEMENT].bits
 
     @cached_property
@@ -153,7 +153,8 @@ class Specialization:
 
     @cached_property
     def SHARD(self) -> int:
-        """Words of a row's shard: each begins at 16 bytes, and with a block of elements that share a scale."""
+        """Words of a row's shard. Each begins at a multiple of 16 bytes, and with a block of elements that share a
+        scale."""
         unit = max(2, self.SCALED)
         return -(-self.ROW // (unit * self.SHARDS)) * unit
 
@@ -164,7 +165,7 @@ class Specialization:
 
     @cached_property
     def PITCH(self) -> int:
-        """Words of a shard's room in a mailbox: whole tiles."""
+        """Words that a shard takes in a mailbox: whole tiles."""
         return self.STEPS * self.TILE
 
     @cached_property
@@ -184,7 +185,7 @@ class Specialization:
 
     @cached_property
     def TOGETHER(self) -> int:
-        """Steps of a shard whose tiles are polled at once: eight tiles over all ranks, or one of each."""
+        """Steps of a shard whose tiles are polled at once: eight tiles over all ranks, or one step."""
         return max(n for n in range(1, max(1, 8 // self.WORLD_SIZE) + 1) if self.STEPS % n == 0)
 
     @cached_property
@@ -209,28 +210,29 @@ class Specialization:
 
     @cached_property
     def _planes(self) -> list[tuple[int, int]]:
-        """For each of a row's tiles: its first word, and the most words of a plane (`wide_words.plane_words`)."""
+        """For each tile of a row: its first word, and the words of its planes (`wide_words.plane_words`)."""
         most = [min(-(-left // 6) * 2 if self.WIDE else left, self.PLANE) for left in self.LEFTS]
         return list(zip(self.STARTS, most, strict=True))
 
     @cached_property
     def GROUP(self) -> int:
-        """Elements that share a scale, if a row has several: 16 of nvfp4, N of fp8_per_N."""
+        """Elements that share a scale, if a row has several scales: 16 for nvfp4, N for fp8_per_N."""
         return 16 if self.QUANTIZE == "nvfp4" else group_of(self.QUANTIZE)
 
     @cached_property
     def SCALED(self) -> int:
-        """Words of them."""
+        """Words of the elements that share a scale."""
         return self.GROUP * self.BITS // 64
 
     @cached_property
     def EARLY(self) -> bool:
-        """Whether an epilogue's operands are loaded before the row has arrived: if the registers hold all of them."""
+        """Whether an epilogue's operands are loaded before the row has arrived; only if the registers can hold all of
+        them."""
         return self.ROW_PLANES * self.PLANE <= (16 if self.LANES <= 256 else 8) * self.LANES
 
     @cached_property
     def AT_ONCE(self) -> int:
-        """Tiles whose operands an epilogue loads together: more need registers, fewer wait for each other."""
+        """Tiles whose operands an epilogue loads together. More need more registers; fewer wait more often."""
         return self.ROW_TILES if self.EARLY else 4 // self.PLANES
 
     @cached_property
@@ -240,21 +242,21 @@ class Specialization:
 
 
 def group_of(quantize: str | None) -> int:
-    """N of fp8_per_N, the elements that share a scale; 0 for another quantisation."""
+    """N for fp8_per_N, the elements that share a scale; 0 for another quantisation."""
     number = (quantize or "").removeprefix(PER_GROUP)
     return int(number) if number.isdecimal() else 0
 
 
 @dataclass(frozen=True)
 class CompiledSpecialization:
-    """A specialization for Triton's compiler: each attribute is a `tl.constexpr`, as if it were a parameter itself."""
+    """A specialization for Triton's compiler: each attribute is a `tl.constexpr`, like a parameter."""
 
     plain: Specialization
 
     @property
     def cache_key(self) -> str:
-        """Its key in Triton's cache. It includes the source of functions, for which Triton looks only among the names
-        of the kernel's module."""
+        """Its key in Triton's cache. It includes the source of its functions, because Triton only finds functions that
+        are names of the kernel's module."""
         functions = (self.plain.EPILOGUE, self.plain.PREPARE, self.plain.PROLOGUE)
         return repr(self) + "".join(function.cache_key for function in functions if function is not None)
 
@@ -269,7 +271,7 @@ _REQUIRED = frozenset(field.name for field in fields(Specialization) if field.de
 
 
 def specialized(parameters: Collection[str], constexprs: Mapping[str, Any], compiled: bool = False) -> dict[str, Any]:
-    """`constexprs` as a kernel with these parameters takes them: for a shipped one, in one `SPEC`."""
+    """`constexprs` in the form that a kernel with these parameters takes; for a shipped kernel one `SPEC`."""
     if "SPEC" not in parameters or "SPEC" in constexprs or not constexprs.keys() >= _REQUIRED:
         return dict(constexprs)  # a user's kernel may have another SPEC
     spec = Specialization(**{name: value for name, value in constexprs.items() if name in _FIELDS})

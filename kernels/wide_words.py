@@ -4,19 +4,19 @@
     │ word of plane 0 / 1 │ half word │   flag    │
                             of plane 2
 
-Three planes, int64 [BLOCK] each, make a tile of 2 * BLOCK wide words: word i of plane 0 travels with the low half of
-word i of plane 2, word i of plane 1 with its high half. So 24 bytes of payload take 32, where LL words
-(`primitives.put_ll`) take 48; all three planes have the layout of a plain tile, and nothing is shuffled.
+Three planes, int64 [BLOCK] each, make a tile of 2 * BLOCK wide words: word i of plane 0 is stored with the low half of
+word i of plane 2, word i of plane 1 with its high half. So 24 bytes of payload take 32 bytes, where LL words
+(`primitives.put_ll`) take 48. All planes have the layout of a plain tile, so nothing is shuffled between threads.
 
 Arrival   A wide word that carries the awaited flag is complete, because it is one access: `ld` and `st` of `.b128`,
           relaxed at `.sys` scope, which the PTX memory model sees as one operation (8.2.2; a `.v2.b64` is two). No
-          fence and no barrier is needed, nor is any other word ordered by it.
-Reuse     As for LL words: none may be overwritten before its reader has taken and acknowledged it. Memory that wide
-          words are polled in holds nothing else: payload of another format may look like a flag.
-Offered   Compiled from Triton 3.9 and sm_75 on. Older Triton copies inline assembly from one layout to another, as it
-          likes; flag and payload may then be from two loads, a newer flag with an older payload. With planes of this
-          form 3.6, 3.7 and 3.8 were not seen to do so, but nothing prevents it. Stores may be copied. Under the
-          interpreter always: there a wide word is one access of 16 bytes (`launch/interpreted_wide.py`).
+          fence and no barrier is needed. It orders no other word.
+Reuse     As for LL words: none may be overwritten before its reader has read and acknowledged it. Memory in which wide
+          words are polled holds nothing else, because payload of another format may look like a flag.
+Offered   Compiled from Triton 3.9 and sm_75 on. Older Triton may duplicate inline assembly when it converts layouts;
+          flag and payload may then be from two loads, a newer flag with an older payload. 3.6, 3.7 and 3.8 were not
+          seen to do so with planes of this form, but nothing prevents it. Duplicated stores are harmless. Always
+          available under the interpreter, where a wide word is one access of 16 bytes (`launch/interpreted_wide.py`).
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def plane_words(count, BLOCK: tl.constexpr):
 
 @triton.jit
 def slots(BLOCK: tl.constexpr):
-    """Where the wide word of each lane is, in 64-bit words. Even lanes first, then the odd ones: a thread that has
-    two neighbours of a plane, loaded in one access of 16 bytes, then stores both next to its neighbours' words, and
-    each store instruction of a warp fills whole sectors."""
+    """The place of each lane's wide word, in 64-bit words: even lanes first, then the odd ones. A thread has two
+    neighbours of a plane, loaded in one access of 16 bytes. With this order it stores each next to a word of the
+    neighbouring thread, so each store instruction of a warp fills whole sectors."""
     lane = tl.arange(0, BLOCK)
     return 2 * ((lane & 1) * (BLOCK // 2) + (lane >> 1))
 
@@ -90,14 +90,14 @@ def put_wide(pointer, planes, flag, count, BLOCK: tl.constexpr):
     """
     mask = tl.arange(0, BLOCK) < count
     at = pointer + slots(BLOCK)
-    top = (tl.zeros([BLOCK], tl.int64) + flag) << 32  # whatever the type of `flag`
+    top = (tl.zeros([BLOCK], tl.int64) + flag) << 32  # for a `flag` of any type
     store_wide(at, planes[0], (planes[2] & LOW) | top, mask)
     store_wide(at + 2 * BLOCK, planes[1], ((planes[2] >> 32) & LOW) | top, mask)
 
 
 @triton.jit
 def clear_wide(pointer, count, BLOCK: tl.constexpr):
-    """Zero the first `count` wide words, at most BLOCK, at `pointer` (int64*, 16-byte aligned) and on."""
+    """Zero the first `count` wide words, at most BLOCK, from `pointer` (int64*, 16-byte aligned) on."""
     lane = tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], tl.int64)
     store_wide(pointer + 2 * lane, zeros, zeros, lane < count)
@@ -105,10 +105,10 @@ def clear_wide(pointer, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def see_wide(pointer, flag, BLOCK: tl.constexpr):
-    """The present contents of a tile's place: (a tuple of three planes, int32 [BLOCK]: 1 if a word of them has another
-    flag).
+    """Load the place of a tile once: (a tuple of three planes, int32 [BLOCK]: 1 where a wide word does not have
+    `flag`).
 
-    `flag` is int32, or a tile of it. Without a mask: there is room for a whole tile, whatever is in it.
+    `flag` is int32, or a tile of it. Without a mask: there is room for a whole tile, and extra words are ignored.
     """
     at = pointer + slots(BLOCK)
     first, low = load_wide(at)
@@ -119,12 +119,13 @@ def see_wide(pointer, flag, BLOCK: tl.constexpr):
 
 @triton.jit
 def get_wide(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    """Poll SOURCES rooms of one's own memory at once until the first `count` words of their planes carry `flag`.
+    """Poll SOURCES places in this rank's memory at once until the first `count` words of the planes of each carry
+    `flag`.
 
-    `pointer` (int64*, 16-byte aligned) is the place in the first room, `room` the distance to the next one in 64-bit
-    words. Returns (planes 0, planes 1, planes 2, status): each a tuple of SOURCES int64 [BLOCK] tiles, in which words
-    from `count` on are undefined. Pairs with `put_wide`. All loads of a round are in flight together, and one
-    reduction ends it; `look` bounds the wait.
+    `pointer` (int64*, 16-byte aligned) is the first place, `room` the distance to the next one in 64-bit words. Returns
+    (planes 0, planes 1, planes 2, status): each a tuple of SOURCES int64 [BLOCK] tiles, in which words from `count` on
+    are undefined. Pairs with `put_wide`. All loads of a round are in flight together, and one reduction ends it; `look`
+    bounds the wait.
     """
     expected = tl.arange(0, BLOCK) < count
     awaited = (tl.zeros([BLOCK], tl.int64) + flag).to(tl.int32)

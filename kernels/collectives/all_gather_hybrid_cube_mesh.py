@@ -125,7 +125,8 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def _row(group, position, step):
-    """The rank whose row step 0 to 6 copies: 0 to 3 one's own quad, then what its other three have passed on."""
+    """The rank whose row is copied in `step`: a rank of this quad in steps 0 to 3, a rank of the other quad, whose row
+    a rank of this quad has forwarded, in steps 4 to 6."""
     source = mesh.in_quad(group, step % 4)
     if step > 3:
         source = tl.load(table_of(group) + mesh.PEER_QUAD + (position ^ (step - 3)))

@@ -1,4 +1,4 @@
-"""All-gather through the switch, simple: every rank stores its data once, to all mailboxes, and copies its own out.
+"""All-gather through the switch, simple: every rank stores its data once, to all mailboxes, and copies its mailbox out.
 
     rank 0: [x0] ──▶ switch ──▶ buffer 0 of 0, 1, 2, 3      y = [x0 x1 x2 x3]   on every rank
     rank 1: [x1] ──▶ switch ──▶ buffer 1 of 0, 1, 2, 3

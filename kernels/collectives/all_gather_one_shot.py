@@ -1,6 +1,6 @@
 """All-gather, one shot: every rank gets every rank's data. Nothing is summed: a row is a copy.
 
-LL, words of either width: push to every mailbox, poll one's own, copy it out.
+LL, words of either width: push to every mailbox, poll this rank's own mailbox, copy it out.
 
     rank 0: [x0] ──▶ mailboxes of 0, 1, 2, 3      y = [x0 x1 x2 x3]   on every rank
     rank 1: [x1] ──▶ mailboxes of 0, 1, 2, 3
@@ -97,8 +97,8 @@ def all_gather_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl
     if status == 0:
         words = packed_words(x_ptr, numel)
         in_place = x_ptr.to(tl.int64) == (y_ptr + me * numel).to(tl.int64)
-        aligned = SPEC.ALIGNED | ~in_place  # the beginning of symmetric memory always is
-        for step in range(in_place.to(tl.int32), SPEC.WORLD_SIZE):  # no two ranks read from one at the same time
+        aligned = SPEC.ALIGNED | ~in_place  # symmetric memory always begins aligned
+        for step in range(in_place.to(tl.int32), SPEC.WORLD_SIZE):  # starts at a different rank on each rank
             source = (me + step) % SPEC.WORLD_SIZE
             for first in range(tl.program_id(0).to(tl.int64) * SPEC.BLOCK, words, tl.num_programs(0) * SPEC.BLOCK):
                 part = load_words(member(table, source, x_ptr), first, numel, SPEC.BLOCK, aligned)

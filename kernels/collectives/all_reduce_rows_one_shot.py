@@ -56,7 +56,7 @@ def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
     if row < count:
         _push_row(chunk, row, tiles, SPEC)
     row += stride
-    while row < count:  # not one loop: a compiler takes minutes over tiles that are handed on in it
+    while row < count:  # one tile a round: with tiles carried from round to round, compiling takes minutes
         this = fresh(row, SPEC.PTX)
         _push_row(chunk, this, own_row(tensors[0], tensors[3], first + this, SPEC), SPEC)
         row += stride
@@ -64,7 +64,7 @@ def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
 
 @triton.jit
 def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
-    """Push a row to each rank, first to this one, so that no two ranks write to the same one at the same time."""
+    """Push a row to each rank, starting at this one, so that no two ranks write to the same rank at the same time."""
     for i in tl.static_range(SPEC.ROW_TILES):
         for step in tl.static_range(SPEC.WORLD_SIZE):
             head = peer_ahead(chunk.group, step, SPEC.WORLD_SIZE)

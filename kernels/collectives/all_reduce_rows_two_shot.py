@@ -1,5 +1,5 @@
-"""All-reduce of rows with an epilogue, two shots: push shard p of a row to rank p, reduce one's own, push the sums to
-all, and go on with the whole row on every rank.
+"""All-reduce of rows with an epilogue, two shots: push shard p of a row to rank p, reduce this rank's shard, push the
+sums to all ranks, and run the epilogue on the whole row on every rank.
 
 Each element is reduced by one rank, in the order rank 0 .. N-1, rounded once and copied: the bits of one shot.
 
@@ -50,7 +50,7 @@ def all_reduce_rows_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int6
 
 @triton.jit
 def _shards(x_ptr, operands, number, me, SPEC: tl.constexpr):
-    """Row `number`, shard by shard from this rank's own on, step by step."""
+    """The tiles of row `number`, shard by shard starting with this rank's, step by step."""
     tiles = ()
     for ahead in tl.static_range(SPEC.WORLD_SIZE):
         for k in tl.static_range(SPEC.STEPS):
@@ -61,7 +61,8 @@ def _shards(x_ptr, operands, number, me, SPEC: tl.constexpr):
 
 @triton.jit
 def _of_shard(shard, k: tl.constexpr, SPEC: tl.constexpr):
-    """(first word in the row, words to the shard's end) of step k of a shard that is known at run time."""
+    """(first word in the row, words from there to the shard's end) of step k of a shard whose number is known at run
+    time."""
     if SPEC.WHOLE:
         left = SPEC.TILE
     else:
@@ -71,7 +72,7 @@ def _of_shard(shard, k: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def _ahead(me, STEP: tl.constexpr, SPEC: tl.constexpr):
-    """int32: the rank that is STEP ahead."""
+    """int32: rank (me + STEP) % WORLD_SIZE."""
     rank = me.to(tl.int32) + STEP
     if SPEC.WORLD_SIZE & (SPEC.WORLD_SIZE - 1) == 0:
         rank &= SPEC.WORLD_SIZE - 1
@@ -92,7 +93,7 @@ def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
     if row < count:
         _push_row(chunk, row, tiles, SPEC)
     row += stride
-    while row < count:  # not one loop: a compiler takes minutes over tiles that are handed on in it
+    while row < count:  # one tile a round: with tiles carried from round to round, compiling takes minutes
         this = fresh(row, SPEC.PTX)
         _push_row(chunk, this, _shards(tensors[0], tensors[3], first + this, chunk.me, SPEC), SPEC)
         row += stride
@@ -100,7 +101,7 @@ def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
 
 @triton.jit
 def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
-    """Step by step, so that the first one is reduced while the links still carry the others."""
+    """Push a row step by step, so that the first step is reduced while the links still carry the others."""
     for k in tl.static_range(SPEC.STEPS):
         for ahead in tl.static_range(SPEC.WORLD_SIZE):
             head = peer_ahead(chunk.group, ahead, SPEC.WORLD_SIZE)
@@ -137,8 +138,8 @@ def _take(tensors, chunk, status, SPEC: tl.constexpr):
 
 @triton.jit
 def _reduce(chunk, row, half, status, SPEC: tl.constexpr):
-    """This rank's shard of a row: its sums, to every rank, one's own included, because the epilogue takes all shards
-    from the mailbox. Returns the status."""
+    """Reduce this rank's shard of a row and push the sums to every rank, this one included, because the epilogue reads
+    all shards from the mailbox. Returns the status."""
     group, me = chunk.group, chunk.me
     for k in tl.static_range(0, SPEC.STEPS, SPEC.TOGETHER):
         pointers, lefts = places(chunk, row * SPEC.PITCH + k * SPEC.TILE, SPEC), ()

@@ -1,4 +1,4 @@
-"""All-reduce, two shots: push shard p to rank p, reduce one's own shard, push the result to all.
+"""All-reduce, two shots: push shard p to rank p, reduce this rank's shard, push the result to all ranks.
 
 Each element is reduced by one rank, in the order rank 0 .. N-1, and copied: every rank has the same bits, equal to one
 shot's.
@@ -108,7 +108,7 @@ def all_reduce_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SP
 
 @triton.jit
 def _shards(tensors, chunk, first, SPEC: tl.constexpr):
-    """The tile at word `first` of the chunk's shard of every rank, from this one on."""
+    """The tile at word `first` of every rank's shard of the chunk, starting with this rank's."""
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     if _all_whole(tensors, tensors[0], chunk, first, SPEC):
         tiles = ()
@@ -126,8 +126,8 @@ def _shards(tensors, chunk, first, SPEC: tl.constexpr):
 
 @triton.jit
 def _all_whole(tensors, like, chunk, first, SPEC: tl.constexpr):
-    """True if `whole_planes` is true of the tile at word `first` of every shard of `like`, because it is of the last
-    one: one branch for all of them."""
+    """True if `whole_planes` is true of the tile at word `first` of every shard of `like`. It is if it is true of the
+    last shard, so one branch decides for all."""
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     last = (SPEC.WORLD_SIZE - 1) * shard
     limit = _end(tensors, chunk, last + shard, SPEC)
@@ -136,8 +136,8 @@ def _all_whole(tensors, like, chunk, first, SPEC: tl.constexpr):
 
 @triton.jit
 def _end(tensors, chunk, words, SPEC: tl.constexpr):
-    """Elements before word `words` of the chunk, a shard's end, or before the chunk's end if that is earlier. Three
-    planes end with the shard in any case, so for them it is the chunk's end."""
+    """Elements up to word `words` of the chunk, where a shard ends, or up to the chunk's end if that comes first. Tiles
+    of three planes never cross the end of a shard, so for them it is always the chunk's end."""
     PACK: tl.constexpr = 64 // tensors[0].dtype.element_ty.primitive_bitwidth
     if SPEC.WIDE:
         words = chunk.count
@@ -172,7 +172,7 @@ def _take_ll(tensors, chunk, status, SPEC: tl.constexpr):
     more = (status == 0) & (first < shard)
     while more:
         pointers, lefts = (), ()
-        at = tl.where(first < shard, first, 0)  # it always is: as in `push.arrived`
+        at = tl.where(first < shard, first, 0)  # always true, but not for the compiler: see `push.arrived`
         for r in tl.static_range(SPEC.WORLD_SIZE):
             pointers = pointers + (ll_buffer(chunk, table_of(group), r, at, SPEC),)
             lefts = lefts + (shard - first,)

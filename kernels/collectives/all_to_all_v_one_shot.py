@@ -1,4 +1,4 @@
-"""All-to-all with uneven parts, one shot, by every protocol: any number of rows to each rank, none among them.
+"""All-to-all with uneven parts, one shot, by every protocol: any number of rows to each rank, also none.
 
     rank 0: [a0 a0 a0 | b0 | c0 c0 | ]  sends (3, 1, 2, 0)      rank 0 gets [a0 a0 a0 | a1 | | a3 a3]  = (3, 1, 0, 2)
     rank 1: [a1 | | | d1]               sends (1, 0, 0, 1)      rank 1 gets [b0 | | b2 b2 | ]          = (1, 0, 2, 0)
@@ -9,11 +9,10 @@ Lengths   `send_counts` and `recv_counts`, in rows of `numel` elements, are para
           call keeps the lengths of its capture. A part begins at the sum of those before it.
 Bytes     the parts for other ranks, written to peers; under `ll` twice that, under `ll128` 4/3.
 Hops      1; under `simple` with a barrier after it, one per chunk.
-Waits     as in `device/push.py`. Besides, in the first chunk each peer's two further headers: its longest part, so
-          that all ranks go through the same number of chunks, which no rank knows alone; and the length of its part
-          for this rank, which has to be the expected one, or both ranks would wait for words that never come. They
-          carry the lengths from rank to rank: parameters are known to one rank alone, and the fingerprint leaves them
-          out.
+Waits     as in `device/push.py`, and in the first chunk for two more headers of each peer, because lengths are known to
+          one rank alone and no part of the fingerprint. The first has the length of the peer's longest part: the
+          longest of all decides the number of chunks. The second has the length of the peer's part for this rank: if it
+          is not the expected one, the call fails, because the ranks would wait for words that never come.
 Load      under LL the first words to push, of the next rank's part, are loaded together with the epoch.
 Chunks    under `simple` overlap as in `run_pushed`, from the second one on: the first barrier brings their number.
 Reuse     see `device/push.py`; the further headers rotate with the epoch's parity as the first one does.
@@ -40,7 +39,7 @@ from tricomm.kernels.primitives import enter, leave
 def all_to_all_v_one_shot(
     x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, send_counts, recv_counts, SPEC: tl.constexpr
 ):
-    # Not `run_pushed`: the number of chunks is known when the peers' counts have come, in the first one.
+    # Not `run_pushed`: the number of chunks is known only when the peers' counts have arrived, in the first chunk.
     buffer = buffer_words(group, 1, SPEC)
     number = tl.zeros([], tl.int64)
     wait_for_launches(SPEC)
@@ -84,7 +83,7 @@ def _open(numel, send_counts, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def _run_for(x_ptr, numel, send_counts, buffer, chunk, step, SPEC: tl.constexpr):
-    """(rank, first element, elements, words of the chunk, aligned) of the part for the rank that is `step` ahead."""
+    """(rank, first element, elements, words of the chunk, aligned) of the part for rank (me + `step`) % WORLD_SIZE."""
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     to = (chunk.me + step) % SPEC.WORLD_SIZE
     row, length = part(send_counts, to, numel, SPEC.WORLD_SIZE)
@@ -101,7 +100,7 @@ def _tile_for(x_ptr, numel, send_counts, buffer, chunk, step, first, SPEC: tl.co
 
 @triton.jit
 def _push_words(x_ptr, numel, send_counts, buffer, chunk, tile, SPEC: tl.constexpr):
-    """LL: this block's tiles of the chunk, the next rank's part first; `tile` is the first of them."""
+    """LL: push this block's tiles of the chunk, the next rank's part first; `tile` is the first of them."""
     _open(numel, send_counts, chunk, SPEC)
     step, first = 1, chunk.own
     while step <= SPEC.WORLD_SIZE:
@@ -120,7 +119,7 @@ def _push_words(x_ptr, numel, send_counts, buffer, chunk, tile, SPEC: tl.constex
 
 @triton.jit
 def _push(x_ptr, numel, send_counts, buffer, chunk, SPEC: tl.constexpr):
-    """Simple: the same, without a tile ahead."""
+    """Simple: push this block's tiles of the chunk. No tile was loaded in advance."""
     _open(numel, send_counts, chunk, SPEC)
     for step in range(SPEC.WORLD_SIZE):
         to, row, length, count, aligned = _run_for(x_ptr, numel, send_counts, buffer, chunk, step, SPEC)
@@ -131,7 +130,7 @@ def _push(x_ptr, numel, send_counts, buffer, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def _meet(x_ptr, numel, send_counts, recv_counts, buffer, chunks, chunk, SPEC: tl.constexpr):
-    """Synchronize; in the first chunk, count the chunks: (number of them, status)."""
+    """Synchronize, and in the first chunk compute the number of chunks. Returns (number of chunks, status)."""
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     status = synchronize(chunk, 0, SPEC)
     if (chunk.base == 0) & (status == 0):

@@ -1,4 +1,4 @@
-"""Broadcast, one shot, by every protocol: the root pushes its data into every peer's mailbox, each copies it out.
+"""Broadcast, one shot, by every protocol: the root pushes its data to every peer's mailbox, each peer copies it out.
 
     root 1: [x] ──▶ mailboxes of 0, 2, 3      y = x on every rank
 

@@ -1,4 +1,4 @@
-"""Gather, one shot, by every protocol: every rank pushes its data to the root, which copies it into a row each.
+"""Gather, one shot, by every protocol: every rank pushes its data to the root, which copies it into rows.
 
     rank 0: [x0] ─┐
     rank 1: [x1] ─┼─▶ mailbox of root 2      y = [x0 x1 x2 x3]   on the root

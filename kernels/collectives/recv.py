@@ -78,7 +78,7 @@ def recv(
 ):
     wait_for_launches(SPEC)
     me = rank_of(group)
-    # The interpreter takes a small number for 32 bits.
+    # The interpreter makes a small number an int32.
     rank, tag, blocks = rank.to(tl.int64), tag.to(tl.int64), blocks.to(tl.int64)
     words = packed_words(y_ptr, numel)
     piece = piece_words(group, words, SPEC)

@@ -16,7 +16,7 @@ from tricomm.kernels.collective_specs import Collective
 from tricomm.kernels.layout import Layout
 
 Cost = Callable[[int], Fraction]
-_LL, _LL128 = Fraction(2), Fraction(4, 3)  # bytes of words per byte of payload
+_LL, _LL128 = Fraction(2), Fraction(4, 3)  # bytes on the links per byte of payload
 CUBE_RANKS = 8
 _FIRST_FP8 = 89  # conversions to and from e4m3
 _QUANTIZED = ("float16", "bfloat16", "float32")
@@ -26,11 +26,11 @@ _QUANTIZED = ("float16", "bfloat16", "float32")
 class Kernel:
     """One shipped kernel: the function of its name, compiled for `protocol`.
 
-    `written` and `read` are functions of the world size: the bytes of the busiest rank to and from peers, per byte of
-    its input (per byte of the message if there is a root). Headers are not counted; the type has 32 bits or more.
-    `hops` counts dependent one-way messages, `barriers` the barriers among them. `switched`, with NVLS: the bytes of
-    the busier direction of a GPU's links, which differ from the bytes of the accesses. `wire`: how it quantises on the
-    links, one of `WIRES`; the costs of such a kernel are for 32-bit elements.
+    `written` and `read` are functions of the world size: the bytes that the busiest rank writes to and reads from
+    peers, per byte of its input (per byte of the message if there is a root), without headers, for types of 32 bits or
+    more. `hops` counts dependent one-way messages, `barriers` the barriers among them. `switched`, with NVLS: the bytes
+    in the busier direction of a GPU's links, which differ from the bytes of its accesses. `wire`: how it quantises on
+    the links, one of `WIRES`; the costs of such a kernel are for 32-bit elements.
     """
 
     collective: str
@@ -63,7 +63,7 @@ class Kernel:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The constexprs of the kernel's specialization that follow from its name."""
+        """The constexprs of `Specialization` that follow from the kernel's name."""
         values = {"LL": self.protocol != "simple", "WIDE": self.wide, "SWITCH": self.multicast}
         return values | ({"WIRE": self.codes, "GATHER": self.wire != self.codes} if self.wire else {})
 
@@ -88,11 +88,11 @@ class Kernel:
 
     @property
     def rank_order(self) -> bool:
-        """True if it reduces in rank order. A cube mesh does not, because it adds the sums of two quads, nor does a
-        switch, which has its own order.
+        """True if it reduces in rank order. Kernels of a cube mesh do not, because they add the sums of two quads, nor
+        do NVLS kernels, because the switch chooses the order.
 
-        In rank order each element is accumulated from rank 0 on and rounded once, by `reduction.py`, so its
-        bits depend on nothing else. Those of a quantised call also depend on the rest of the block.
+        In rank order `reduction.py` accumulates each element from rank 0 on and rounds it once, so its bits depend on
+        nothing else. In a quantised call they also depend on the other elements of its block.
         """
         return not (self.reduces and (self.needs_cube or self.multicast or self.wire))
 
@@ -108,8 +108,8 @@ class Kernel:
 
     @property
     def words_per_thread(self) -> int:
-        """The least 64-bit words of a tile (wide ones for `ll128`) per thread. Through the switch an access has two:
-        with fewer, two threads would make the same access, and in place the second one would add a sum again.
+        """The fewest 64-bit words of a tile (for `ll128` wide words) per thread. An access through the switch has two
+        words: with fewer, two threads would make the same access, and in place the second one would add a sum again.
         """
         return 2 if self.wide or self.multicast else 1
 
@@ -137,7 +137,7 @@ class Kernel:
 
     @property
     def in_place(self) -> bool:
-        """True for a kernel that writes the result into the memory of a handle, on all ranks."""
+        """True for a kernel that writes the result into the symmetric memory of all ranks."""
         return self.zero_copy and self.algorithm in ("two_shot", "multicast")
 
     @property
@@ -147,12 +147,12 @@ class Kernel:
 
     @property
     def staged(self) -> bool:
-        """Whether peers read a rank's staged input: then all buffers of a parity are one stage."""
+        """Whether peers read a rank's staged input; then all buffers of a parity form one staging area."""
         return not self.zero_copy and not self.multicast and self.read(2) > 0
 
     @property
     def shards(self) -> int | None:
-        """The number of shards of a message, 0 for one per rank; None if it is not divided."""
+        """The number of shards into which a message is divided; 0: one per rank; None: it is not divided."""
         divided = "two_shot" in self.algorithm or (self.multicast and self.collective == "all_reduce")
         return None if not divided else 4 if self.needs_cube else 0
 
@@ -217,7 +217,7 @@ def algorithm_of(wire: str) -> str:
 
 
 def _flagged(collective: str, algorithm: str, cost: Cost, hops: int) -> tuple[Kernel, Kernel]:
-    """`ll` and `ll128`: words with flags of both widths, for `cost` bytes of payload."""
+    """The costs under `ll` and `ll128` of `cost` bytes of payload."""
     return (
         Kernel(collective, algorithm, "ll", _times(_LL, cost), _none, hops, 0),
         Kernel(collective, algorithm, "ll128", _times(_LL128, cost), _none, hops, 0),
@@ -225,7 +225,7 @@ def _flagged(collective: str, algorithm: str, cost: Cost, hops: int) -> tuple[Ke
 
 
 def _pushed(collective: str, cost: Cost) -> tuple[Kernel, ...]:
-    """The entries of all protocols of a kernel that can push by each."""
+    """The entries, one for each protocol, of a kernel that pushes."""
     return (*_flagged(collective, "one_shot", cost, 1), Kernel(collective, "one_shot", "simple", cost, _none, 1, 1))
 
 
@@ -279,8 +279,8 @@ WIRES = ("fp8", "int8", "fp8_gather")
 
 
 def quantized_cost(wire: str, itemsize: int = 4) -> Cost:
-    """`written` of the kernel that quantises by `wire`: elements of `itemsize` bytes become 8 bits each and 16 bits a
-    block of 128, in both legs or only in the second."""
+    """`written` of the kernel that quantises by `wire`: in both legs or only in the second, elements of `itemsize`
+    bytes become 8 bits each, with a scale of 16 bits per block of 128."""
     codes = Fraction(130, 128 * itemsize)
     return _times((1 + codes) / 2 if wire.endswith("_gather") else codes, _shards)
 
@@ -319,12 +319,12 @@ def of(collective: str, world_size: int, multicast: bool = False, wire: bool = F
 
 
 def name_of(algorithm: str | None, protocol: str | None) -> str:
-    """A kernel as a caller has named it, who may leave out either part."""
+    """The kernel as a caller has named it; the caller may leave out algorithm or protocol."""
     return "/".join(filter(None, (algorithm, protocol))) or "any"
 
 
 def find(collective: str, algorithm: str, protocol: str, zero_copy: bool = False) -> Kernel:
-    """The kernel of that name; raises `InvalidArgument` with the list of those that exist."""
+    """The kernel of that name; raises `InvalidArgument`, which lists the kernels that exist."""
     kernel = _BY_KEY.get((collective, algorithm, protocol, zero_copy))
     if kernel is None:
         gone.refuse(f"algorithm={algorithm!r}")

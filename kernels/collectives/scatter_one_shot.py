@@ -1,6 +1,6 @@
 """Scatter, one shot, by every protocol: the root pushes row r of its input to rank r.
 
-    root 1: [a b c d] ──▶ a to 0, b to 1, c to 2, d to 3      y = the own row on every rank
+    root 1: [a b c d] ──▶ a to 0, b to 1, c to 2, d to 3      y = its row on every rank
 
 Bytes     (N-1)/N n written to peers by the root (n the bytes of all rows); under `ll` twice that, under `ll128` 4/3;
           nothing by the others.

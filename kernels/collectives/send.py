@@ -3,7 +3,7 @@
     rank 2: [x] ──▶ slots of rank 0 ──▶ y of rank 0's recv
 
 Bytes     n pushed, under LL twice that, and 16 of header per piece; 8 per piece come back as acknowledgement.
-Hops      1; from the fifth piece of a queue on each waits for an acknowledgement, a second hop.
+Hops      1; each piece of a queue from the fifth on waits for an acknowledgement, a second hop.
 Waits     see `device/message_queues.py`. If all pieces of a message get free slots, the kernel ends without waiting for
           the receiver: so do four short messages of a tag. Any other send ends only when its receiver runs.
 Reuse     see `device/message_queues.py`.
@@ -43,7 +43,7 @@ PLAIN = tl.constexpr(layout.PLAIN)
 def send(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, tag: tl.int64, SPEC: tl.constexpr):
     wait_for_launches(SPEC)
     me = rank_of(group)
-    rank, tag = rank.to(tl.int64), tag.to(tl.int64)  # the interpreter takes a small number for 32 bits
+    rank, tag = rank.to(tl.int64), tag.to(tl.int64)  # the interpreter makes a small number an int32
     words = packed_words(x_ptr, numel)
     piece = piece_words(group, words, SPEC)
     pieces = tl.maximum(tl.cdiv(words, piece), 1)

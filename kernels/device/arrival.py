@@ -1,8 +1,8 @@
 """LL: wait until words have arrived, and until they are safe to use; announce the start of a launch.
 
-One loop polls everything at once: the words of a tile, from several ranks; this block's header from every peer; and the
-block's epoch word, which shows another launch of this communicator. All loads of a round are in flight together, and
-one reduction over the block gives the state:
+One loop polls everything at once: the words of a tile from several ranks; this block's header from every peer; and the
+block's epoch word, which shows whether another launch of this communicator runs. All loads of a round are in flight
+together, and one reduction over the block gives the state:
 
     0: all has arrived   1: something is late   2: aborted   3: another launch   4: a peer made another call
 
@@ -42,11 +42,12 @@ SOURCES = tl.constexpr(layout.MAX_WORLD_SIZE)
 
 @triton.jit
 def headers_and_epoch(chunk, place, mask, SPEC: tl.constexpr):
-    """int64: words of one's own group table and headers, which may be written at the same time; 0 outside of `mask`,
-    where this block's epoch word is read, because another block may end while this one polls.
+    """int64: words of this rank's group table and headers, which may be written at the same time; 0 outside of `mask`.
+    There the address is that of this block's epoch word, because another block may store to its word while this one
+    polls.
 
-    Acquires: a later call may push plain data over what the peers have read before they sent these headers. So it is
-    the last load of a round, which no other one waits for.
+    The loads acquire, because a later call may overwrite data that the peers read before they sent these headers. So
+    they come last in a round, and no other load waits for them.
     """
     at = table_of(chunk.group) + tl.where(mask, place, EPOCHS + tl.program_id(0))
     return tl.where(mask, acquire(at, mask, SPEC.PTX), 0)
@@ -54,14 +55,14 @@ def headers_and_epoch(chunk, place, mask, SPEC: tl.constexpr):
 
 @triton.jit
 def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr, SPEC: tl.constexpr):
-    """Poll the places of COUNT tiles in one's own mailbox at once until all words of each have the epoch.
+    """Poll the places of COUNT tiles in this rank's mailbox at once until all words of each have the epoch.
 
-    `pointers` are int64*, with the caller's hint that they are 16-byte aligned (a hint given here would be lost).
+    `pointers` are int64*; the caller hints that they are 16-byte aligned, because a hint given here would be lost.
     `lefts` (int64) are the words from each tile's first to the end of its run; words past that end are not awaited.
     MEET: also wait for every peer's header of phase 0, and compare its fingerprint. Returns (a tuple of COUNT tiles,
-    status). A status other than 0 and 2 (aborted) has been reported in the status word. A word that was seen is
-    complete, because payload and flag are one access: a volatile load, relaxed at `.sys` scope, see `get_ll`; or a
-    relaxed one of 128 bits, see `wide_words.py`.
+    status). A status other than 0 and 2 (aborted) has been reported in the status word. A word with the awaited flag is
+    complete, because payload and flag are one access: a volatile load, relaxed at `.sys` scope (see `get_ll`), or a
+    relaxed load of 128 bits (see `wide_words.py`).
     """
     BLOCK: tl.constexpr = SPEC.PLANE
     # Lanes for the headers, and one for the epoch word. A tile on a GPU has no fewer, and then one reduction is enough.
@@ -72,7 +73,7 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
     own = source == SOURCES
     runs = ((call >> 32) | RUNS).to(tl.int32)
     row = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
-    # One lane a word, not all threads: the reduction brings them together.
+    # One lane a word, not all threads: the reduction combines their states.
     place = tl.where(own, EPOCHS, HEADERS // 8 + row * MAX_BLOCKS) + tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     words = ()
@@ -90,7 +91,8 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
                 late |= tl.where(lane < plane_words(lefts[n], BLOCK), old, 0)
                 payload = payload + (tile,)
             else:
-                # Without a mask, which would narrow the access: there is room for a whole tile, whatever is in it.
+                # Without a mask, which would narrow the access: there is room for a whole tile, and extra words are
+                # ignored.
                 at = pointers[n] + tl.arange(0, 2 * BLOCK)
                 seen = tl.load(at, volatile=True)
                 data, flags = halves(seen, SPEC.PTX)
@@ -126,8 +128,9 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
         report_mismatch(chunk.group, source, awaited & (((said >> 32) & LOW) == chunk.epoch), said, call)
     if code == 3:
         report_overlap(chunk.group, own)
-    # The next stores may go where the tile was loaded, with its words in another order. With several warps the
-    # reduction contains a barrier; in a single warp with one word a lane, each lane stores where it has loaded.
+    # The next stores may overwrite the place that was loaded, with words in another order, so all loads must be done.
+    # With several warps the reduction contains a barrier; in a single warp with one word a lane, each lane stores where
+    # it has loaded.
     if (SPEC.LANES == 32) & (BLOCK > 32):
         tl.debug_barrier()
     return words, tl.minimum(code, 2)
@@ -135,10 +138,11 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
 
 @triton.jit
 def announce(group, epoch, seen, call, LANES: tl.constexpr, PTX: tl.constexpr):
-    """Announce that this launch runs to the host and, in the epoch words, to the communicator's other launches. If one
-    of them has announced itself there before, report the overlap. `epoch` and `seen` are the results of `read_epoch`.
+    """Tell the host, and in the epoch words the communicator's other launches, that this launch runs. If another launch
+    has announced itself there, report the overlap. `epoch` and `seen` are the results of `read_epoch`.
 
-    The words get strong stores, because other threads may read them now: only the storing thread's read counts.
+    The stores are strong, because other threads may read the words at the same time; only the read of the storing
+    thread counts.
     """
     if tl.program_id(0) == 0:
         tl.store(control_of(group) + STARTED, epoch)

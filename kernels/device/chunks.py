@@ -1,7 +1,7 @@
 """The frame of a collective kernel: a call is divided into chunks that fit into the mailboxes, and a chunk is an epoch.
 
-A kernel defines the work on one chunk. The order of chunks, entering, counting epochs, stopping at a fault and leaving
-are defined here.
+A kernel defines the work on one chunk. This file defines the order of chunks, the entry, the count of epochs, the stop
+at a fault, and the exit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tricomm.kernels.primitives import advance, enter, finish, leave, read_epoch
 
 
 class Chunk(NamedTuple):
-    """One chunk of a call, as the body of a kernel sees it. All numbers are int64.
+    """One chunk of a call, as a kernel's functions get it. All numbers are int64.
 
     group    the kernel's group argument (`group.py`)
     me       this rank
     call     the call's number and fingerprint
-    epoch    the chunk's number in the life of the group
+    epoch    the chunk's number since the group was created
     base     its first word in the tensor, or in each row if a rank has several
     count    its words
     own      the first word of this block's first tile
@@ -50,7 +50,7 @@ def packed_words(x_ptr, numel):
 
 @triton.jit
 def whole_call(tensors, group, call, start, SPEC: tl.constexpr):
-    """All of a call's words as one chunk; `start` is the call's first epoch."""
+    """A chunk with all words of a call; `start` is the call's first epoch."""
     words = packed_words(tensors[0], tensors[2])
     own = tl.program_id(0).to(tl.int64) * SPEC.TILE
     return Chunk(group, rank_of(group), call, start, words * 0, words, own, tl.num_programs(0) * SPEC.TILE)
@@ -58,7 +58,7 @@ def whole_call(tensors, group, call, start, SPEC: tl.constexpr):
 
 @triton.jit
 def nth(whole, number, chunk_words):
-    """Chunk `number` of a whole call."""
+    """Chunk `number` of the call `whole`."""
     base = number * chunk_words
     count = tl.minimum(whole.count - base, chunk_words)
     epoch = advance(whole.epoch, number)
@@ -67,8 +67,9 @@ def nth(whole, number, chunk_words):
 
 @triton.jit
 def alike(count, room, unit):
-    """(chunks, the words of each but the last one): as few chunks as `room`, a multiple of `unit`, allows, of equal
-    length in whole units. Full chunks would leave a short last one, too short to hide the copies of the one before."""
+    """(chunks, the words of each but the last one): as few chunks of at most `room` words as possible, of equal length
+    in whole units (`room` is a multiple of `unit`). Full chunks would leave a last one that is too short to hide the
+    copies of the one before."""
     chunks = tl.cdiv(count, room)
     words = room
     if chunks > 1:
@@ -78,8 +79,8 @@ def alike(count, room, unit):
 
 @triton.jit
 def unknown(whole, SPEC: tl.constexpr):
-    """The same; COMPACT: of numbers that are read again, so that no address of any phase is made ahead of the loop over
-    chunks and kept in registers through it."""
+    """The same call; under COMPACT its numbers are read again, so that the compiler cannot compute addresses before the
+    loop over chunks and keep them in registers throughout."""
     if SPEC.COMPACT:
         table = table_of(whole.group)
         nothing = tl.load(table + RANK, volatile=True) - whole.me
@@ -110,10 +111,10 @@ def run_ll(
     PARTS: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """LL: run a whole call. For each chunk: LOAD(tensors, chunk, SPEC), header, PUSH(tensors, chunk, tiles, SPEC) of
-    the tiles that LOAD has returned, TAKE(tensors, chunk, status, SPEC), until one returns a status that is not zero.
+    """LL: run a whole call. For each chunk: tiles = LOAD(tensors, chunk, SPEC), send the header, PUSH(tensors, chunk,
+    tiles, SPEC), TAKE(tensors, chunk, status, SPEC), until a TAKE returns a status that is not zero.
 
-    `tensors` is (x_ptr, y_ptr, numel) and the further arguments of these functions; `chunk_words` the most words of a
+    `tensors` is (x_ptr, y_ptr, numel) and further arguments of these functions; `chunk_words` is the largest size of a
     chunk. LOAD does not use the epoch, so its loads are in flight together with the epoch's, and a call's first push
     waits for memory once.
     """
@@ -121,7 +122,7 @@ def run_ll(
     start, seen = read_epoch(group, SPEC.LANES)
     unnumbered = whole_call(tensors, group, call, tl.zeros([], tl.int64), SPEC)
     chunks = tl.full([], 1, tl.int64)
-    if (unnumbered.count > chunk_words) | (unnumbered.count == 0):  # a division, which takes long
+    if (unnumbered.count > chunk_words) | (unnumbered.count == 0):  # only then: the division takes long
         chunks = tl.cdiv(unnumbered.count, chunk_words)
     status = 0
     number = tl.zeros([], tl.int64)
@@ -139,8 +140,8 @@ def run_ll(
 
 @triton.jit
 def run_loaded(LOAD: tl.constexpr, BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr):
-    """`run_chunks` of BODY(tensors, chunk, tile, SPEC), where `tile` is the result of LOAD(tensors, chunk, SPEC). The
-    first chunk's load is in flight together with the epoch's."""
+    """As `run_chunks`, with BODY(tensors, chunk, tile, SPEC), where `tile` is the result of LOAD(tensors, chunk, SPEC).
+    The first LOAD is in flight together with the load of the epoch."""
     wait_for_launches(SPEC)
     nought = tl.zeros([], tl.int64)
     tile = LOAD(tensors, nth(whole_call(tensors, group, call, nought, SPEC), nought, chunk_words), SPEC)
@@ -163,7 +164,7 @@ def run_loaded(LOAD: tl.constexpr, BODY: tl.constexpr, tensors, group, call, chu
 def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr):
     """Run a whole call: BODY(tensors, chunk, SPEC) for each chunk, until one returns a status that is not zero.
 
-    `tensors` is (x_ptr, y_ptr, numel) and whatever else BODY takes; `chunk_words` the most words of a chunk.
+    `tensors` is (x_ptr, y_ptr, numel) and further arguments of BODY; `chunk_words` is the largest size of a chunk.
     """
     wait_for_launches(SPEC)
     start = enter(group, call)
@@ -188,7 +189,8 @@ def run_one_shot(
     call,
     SPEC: tl.constexpr,
 ):
-    """A call of one hop, in chunks of a buffer: `run_ll` (LOAD, PUSH_LL, TAKE) or `run_pushed` (PUSH, TAKE)."""
+    """Run a call of one hop in chunks of a buffer's size: `run_ll` (LOAD, PUSH_LL, TAKE) or `run_pushed` (PUSH,
+    TAKE)."""
     words = buffer_words(group, 1, SPEC)
     if SPEC.LL:
         run_ll(LOAD, PUSH_LL, TAKE, tensors, group, call, words, 1, SPEC)
@@ -200,8 +202,8 @@ def run_one_shot(
 def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr):
     """Simple: run a call of one hop: PUSH(tensors, chunk, SPEC), synchronize, TAKE(tensors, chunk, status, SPEC).
 
-    A chunk is pushed before the previous one is taken: the links carry the one while the other is copied, and there is
-    one barrier a chunk. PUSH(k) overwrites chunk k - 2, which no peer reads after barrier k - 1: so it needs no other
+    A chunk is pushed before the previous one is taken, so the links carry one chunk while the other is copied, with one
+    barrier per chunk. PUSH(k) overwrites chunk k - 2, which no peer reads after barrier k - 1, so it needs no other
     barrier.
     """
     wait_for_launches(SPEC)
@@ -227,14 +229,14 @@ def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chu
 def run_two_hops(
     PUSH: tl.constexpr, PASS_ON: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr
 ):
-    """Simple: run a call of two hops. Each of the three is given (tensors, chunk, SPEC).
+    """Simple: run a call of two hops. PUSH, PASS_ON and TAKE get (tensors, chunk, SPEC).
 
         PUSH(0)          | PASS_ON(0) PUSH(1)         | PASS_ON(1) PUSH(2) TAKE(0) | PASS_ON(2)    TAKE(1) ‖ TAKE(2)
 
     PUSH writes to the first halves of buffers. PASS_ON reads them and writes to second halves, which TAKE reads. A bar
-    is a barrier: of phase 0 of the epoch of the chunk just pushed; the last one (‖), of phase 1 of the last epoch.
-    So there is one barrier a chunk and one more, and each of them publishes the second hop of one chunk and the first
-    of the next.
+    (|) is a barrier of phase 0 of the epoch of the chunk just pushed; the last one (‖) is a barrier of phase 1 of the
+    last epoch. So C chunks have C + 1 barriers, and each of them publishes the second hop of one chunk and the first
+    hop of the next.
 
     Two mailboxes are enough. PUSH(k) overwrites what the peers' PASS_ON(k - 2) has read before barrier k - 1.
     PASS_ON(k) overwrites what their TAKE(k - 2) has read before barrier k. After barrier C, the last one, only the

@@ -1,11 +1,11 @@
-"""Rows of uneven length: where each one is, and how ranks exchange the lengths before the rows.
+"""Parts of uneven length: where each part begins, and how ranks exchange the lengths before the data.
 
 `send_counts` and `recv_counts` are tuples of WORLD_SIZE int64: the numbers of rows, of `numel` elements each, to and
 from each rank, in rank order. They are parameters of the launch, which the driver copies: every call, on any stream or
 in a graph, has its own, and no memory has to outlive the kernel that reads it. A parameter cannot be indexed at run
-time, so a rank's count is picked by WORLD_SIZE selects on constant operands, without a memory access.
+time, so WORLD_SIZE selects between constant parameters pick a rank's count, without a memory access.
 
-The exchanged lengths are control, not payload: two headers a peer, in the first chunk of a call.
+Lengths are exchanged in two headers per peer in the first chunk of a call, not as payload.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def lengths(counts, lane, numel, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def publish_counts(group, send_counts, numel, epoch, SPEC: tl.constexpr):
-    """Send every peer this rank's longest part (phase 1) and the length of the part for it (phase 2), in elements."""
+    """Send every peer the length of this rank's longest part (phase 1) and of the part for that peer (phase 2), in
+    elements."""
     lane = tl.arange(0, SPEC.LANES)
     mask = (lane < SPEC.WORLD_SIZE) & (lane != rank_of(group))
     most = longest(send_counts, numel, SPEC.WORLD_SIZE)

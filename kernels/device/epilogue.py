@@ -4,15 +4,16 @@
     factor       = rsqrt(mean(residual_out ** 2) + eps)
     norm         = round((residual_out * factor) * (weight + weight_bias))
 
-All results are the same on every rank, for any algorithm, grid and tiles. No sum depends on an order: the squares of
-each word are added, and the words' sums as integers. A power of two scales the row's largest magnitude, or 2^-11 of the
-root of eps if that is larger, into [1, 4), if it is 2^-104 or more. The sums are cut to multiples of 2^-44: 2^14
-squares make less than 2^62, and the mean is right to 2^-30. So neither a huge nor a tiny row loses its norm, as it
-would if its squares left fp32's range. A row with an infinity has the factor 0, one with a NaN a NaN.
+All results are the same on every rank, for any algorithm, grid and tiles. No sum depends on an order: the squares of a
+word's elements are added, and then the sums of the words as integers. Before that, the row is scaled by a power of two,
+so that its largest magnitude, or 2^-11 of the root of eps if that is larger, is in [1, 4) (if it was 2^-104 or more).
+So the squares stay in fp32's range for huge and for tiny rows. The sums are truncated to multiples of 2^-44: 2^14
+squares add up to less than 2^62 of these, and the mean is exact to 2^-30. The factor of a row with an infinity is 0, of
+a row with a NaN a NaN.
 
-For 16-bit types the squares of a word are added in fp32, and what follows the integer sum is fp32 again: root and
-quotient are rounded correctly, and the factor is right to 3 units of fp32. For fp32 all of it is fp64, the sum of
-weight and weight_bias too, and the norm is rounded once.
+For 16-bit types the squares of a word are added in fp32, and all steps after the integer sum are in fp32: root and
+quotient are correctly rounded, and the factor is exact to 3 units in the last place. For fp32 all steps are in fp64,
+including weight + weight_bias, and the norm is rounded once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MAX_FP16 = tl.constexpr("{ .reg .b32 size; and.b32 size, $2, 0x7FFF7FFF; max.Na
 
 @triton.jit
 def prepare_rms_norm(number, operands, SPEC: tl.constexpr):
-    """RMSNorm's operands besides the row: their loads are in flight while the block polls for the row."""
+    """Load RMSNorm's operands other than the row; the loads are in flight while the block polls for the row."""
     residual = ()
     weight = ()
     if SPEC.EARLY:
@@ -53,11 +54,10 @@ def prepare_rms_norm(number, operands, SPEC: tl.constexpr):
 
 @triton.jit
 def rms_norm(row, operands, SPEC: tl.constexpr):
-    """RMSNorm of a row. `operands`: eps, weight_bias, weight, and those of residual, norm_out, scale, quant_out and
-    scale_out that there are (`tricomm.core.fused.fused_call`); row.y_ptr
-    takes the sums."""
+    """RMSNorm of a row. `operands`: eps, weight_bias, weight, and residual, norm_out, scale, quant_out and scale_out,
+    if given (`tricomm.core.fused.fused_call`). row.y_ptr receives the sums."""
     residual, weight = row.prepared
-    eps = tl.zeros([], tl.float32) + operands[0]  # under the interpreter they are floats of Python's
+    eps = tl.zeros([], tl.float32) + operands[0]  # the interpreter passes Python floats
     bias = tl.zeros([], tl.float32) + operands[1]
     hidden = ()
     most = tl.zeros([SPEC.PLANE], tl.int32)
@@ -82,7 +82,7 @@ def rms_norm(row, operands, SPEC: tl.constexpr):
                 most = _larger(most, parts, SPEC)
             store_tile(row.y_ptr, row.number, i, sums, SPEC.BITS, SPEC)
     scale, factor = _factor(hidden, _largest(most, SPEC), eps, SPEC)
-    if SPEC.PTX and SPEC.BITS == 32:  # or the compiler keeps every element in fp64 from here on, and on a stack
+    if SPEC.PTX and SPEC.BITS == 32:  # otherwise the compiler keeps all elements in fp64, and spills them
         scale = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
     normed = ()
     NEXT: tl.constexpr = 4 if SPEC.RESIDUAL else 3
@@ -116,7 +116,7 @@ def rms_norm(row, operands, SPEC: tl.constexpr):
 
 @triton.jit
 def _gains(operands, i: tl.constexpr, SPEC: tl.constexpr):
-    """The planes of tile i of the weight: each words of the row's type, or a tuple of PACK fp32 tiles."""
+    """The planes of tile i of the weight, each as words of the row's type or as a tuple of PACK fp32 tiles."""
     if SPEC.WEIGHT == SPEC.ELEMENT:
         gains = load_tile(operands[2], 0, i, SPEC)
     else:
@@ -133,13 +133,13 @@ def _gains(operands, i: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def magnitude(value):
-    """The bits of an fp32's magnitude, int32: they have the order of the numbers, NaN above all."""
+    """The bits of an fp32's magnitude as int32. They compare as the magnitudes do, with NaN as the largest."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def packed(values, SPEC: tl.constexpr):
-    """The words, by their `halves`, of a tuple of PACK fp32 tiles, each rounded once to the type."""
+    """The `halves` of words whose elements are a tuple of PACK fp32 tiles, each rounded once to the type."""
     if SPEC.BITS == 32:
         low, high = values[0].to(tl.int32, bitcast=True), values[1].to(tl.int32, bitcast=True)
     else:
@@ -149,8 +149,8 @@ def packed(values, SPEC: tl.constexpr):
 
 @triton.jit
 def _added(parts, others, SPEC: tl.constexpr):
-    """The sums of elements, by their `halves`, rounded once. Of 16 bits two at a time: an fp32 has more than twice the
-    digits, so a sum that is rounded to it before has the same bits."""
+    """The sums of elements, rounded once; words are given and returned by their `halves`. 16-bit elements are added two
+    at a time in their type: fp32 has more than twice the digits, so rounding to it first would give the same bits."""
     if SPEC.PTX and SPEC.BITS == 16:
         asm: tl.constexpr = _ADD_BF16 if SPEC.ELEMENT == "bfloat16" else _ADD_FP16
         low = tl.inline_asm_elementwise(asm, "=r,r,r", [parts[0], others[0]], dtype=tl.int32, is_pure=True, pack=1)
@@ -167,7 +167,8 @@ def _added(parts, others, SPEC: tl.constexpr):
 
 @triton.jit
 def _larger(most, parts, SPEC: tl.constexpr):
-    """The larger magnitudes of `most` and of elements, NaN above all: bits of fp32 (int32); two of 16 bits by PTX."""
+    """The larger of `most` and the magnitudes of elements, with NaN as the largest, as bits of fp32 (int32); with PTX,
+    of 16-bit elements, pairs of their bits."""
     if SPEC.PTX and SPEC.BITS == 16:
         asm: tl.constexpr = _MAX_BF16 if SPEC.ELEMENT == "bfloat16" else _MAX_FP16
         for k in tl.static_range(2):
@@ -189,7 +190,7 @@ def _largest(most, SPEC: tl.constexpr):
 
 @triton.jit
 def _pair(low, high, SPEC: tl.constexpr):
-    """int32: two fp32 rounded to 16 bits, side by side."""
+    """int32: two fp32 rounded to 16 bits, `low` in the lower half."""
     if SPEC.PTX:
         asm: tl.constexpr = _TO_BF16 if SPEC.ELEMENT == "bfloat16" else _TO_FP16
         both = tl.inline_asm_elementwise(asm, "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1)
@@ -202,7 +203,7 @@ def _pair(low, high, SPEC: tl.constexpr):
 def _factor(hidden, largest, eps, SPEC: tl.constexpr):
     """(scale, factor): an element of the norm is (element * scale) * factor. The scale is a power of two.
 
-    The squares of a word's elements are added first, in their order, which no tile divides.
+    The squares of a word's elements are added first, in order; no tile divides a word.
     """
     root = tl.where(magnitude(eps) == 0, 0, ((magnitude(eps) >> 23) + _ROOT) >> 1)
     exponent = tl.minimum(tl.maximum(tl.maximum(largest >> 23, root), 23), 253)
@@ -229,5 +230,5 @@ def _factor(hidden, largest, eps, SPEC: tl.constexpr):
 
 @triton.jit
 def nothing(number, operands, SPEC: tl.constexpr):
-    """The `prepare` of an epilogue that needs none."""
+    """The `prepare` function for an epilogue that loads nothing in advance."""
     return ()

@@ -1,7 +1,7 @@
-"""Words of 64 bits by their halves, which are a GPU's registers: int32 tiles, split and joined without instructions.
+"""Words of 64 bits as two int32 tiles, split and joined without instructions, because a GPU's registers have 32 bits.
 
-A compiler turns shifts into 64-bit arithmetic before it notices that they are moves, and in a polling loop it does not
-always notice. So there is inline PTX, and a pure `tl` variant for the interpreter.
+Written with shifts, the compiler would not always recognise that these are moves, above all in polling loops. So there
+is a variant in inline PTX, and one in pure `tl` for the interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LOW = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def halves(words, PTX: tl.constexpr):
-    """The two int32 tiles of an int64 tile, which are a GPU's registers: PACK // 2 elements in the lower one."""
+    """The lower and upper halves of an int64 tile, as two int32 tiles."""
     if PTX:
         low, high = tl.inline_asm_elementwise(
             "mov.b64 {$0, $1}, $2;", "=r,=r,l", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
@@ -41,6 +41,6 @@ def joined(parts, PTX: tl.constexpr):
 
 @triton.jit
 def number_of(parts, j: tl.constexpr, ELEMENT: tl.constexpr, BITS: tl.constexpr):
-    """Element j of each word, given by its `halves`, in fp32."""
+    """Element j of each word, in fp32; `parts` are the words' `halves`."""
     HALF: tl.constexpr = 32 // BITS
     return element(parts[j // HALF], j % HALF, ELEMENT, BITS)

@@ -21,7 +21,7 @@ PHASES = tl.constexpr(layout.PHASES)
 
 @triton.jit
 def buffer_words(group, PARTS: tl.constexpr, SPEC: tl.constexpr):
-    """64-bit payload words of one of the PARTS equal parts of a per-source buffer."""
+    """64-bit payload words in one of the PARTS equal parts of a source's buffer."""
     if SPEC.WIDE:
         words = (wide_bytes(group).to(tl.uint64) // (32 * PARTS)).to(tl.int64) * 3
     elif SPEC.LL:
@@ -35,14 +35,14 @@ def buffer_words(group, PARTS: tl.constexpr, SPEC: tl.constexpr):
 def ll_buffer(chunk, head, source, first, SPEC: tl.constexpr):
     """Pointer (int64*, 16-byte aligned) to the tile at payload word `first` in `source`'s buffer of words with flags.
 
-    `head` is the head of the arena that holds the mailbox: a peer's to write, `table_of(group)` to read one's own.
+    `head` is the head of the arena that holds the mailbox: a peer's arena to write, `table_of(group)` to read.
     """
     return tl.multiple_of(head + ll_place(chunk, source, first, SPEC), 16)
 
 
 @triton.jit
 def ll_place(chunk, source, first, SPEC: tl.constexpr):
-    """int64: 64-bit words from the head of an arena to where `ll_buffer` points."""
+    """int64: the place to which `ll_buffer` points, in 64-bit words from the head of the arena."""
     group = chunk.group
     buffer = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
     if SPEC.WIDE:
@@ -75,19 +75,21 @@ def simple_buffer(chunk, head, source, SPEC: tl.constexpr):
 
 @triton.jit
 def clears(epoch):
-    """True for the two epochs in 2^30 that clear a mailbox each. Not for epoch 1: memory starts zeroed."""
+    """True for two epochs in every 2^30; each clears one of the two mailboxes. Not for epoch 1, because memory starts
+    zeroed."""
     return ((epoch & (CLEAR_EVERY - 1)) <= 1) & (epoch > 1)
 
 
 @triton.jit
 def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
-    """Every 2^30 epochs, before its header: zero this block's share of the mailboxes that this epoch does not use.
+    """In an epoch that clears, before the header is sent: zero this block's share of the mailboxes that this epoch does
+    not use.
 
-    Otherwise a word that no message has overwritten would be taken for new when its epoch number recurs after 2^32. The
-    share is the part that this block owns in the next epoch of this launch: each buffer has PARTS runs of tiles, and
-    each block in turn owns OWNED of them. The same block of a peer writes there only after it has seen the header that
-    follows the clearing. In a mailbox that this launch does not use, any share will do. The zeros are LL or wide words,
-    as the words that they replace: strong stores, so that old and new ones have one order.
+    Otherwise a word that no message has overwritten would look new when its epoch number recurs after 2^32 epochs. The
+    share is the part that this block owns in the next epoch of this launch: each buffer has PARTS runs of tiles, of
+    which the blocks in turn own OWNED each. The same block of a peer writes there only after it has seen the header
+    that follows the clearing. In a mailbox that this launch does not use, any division into shares is right. The zeros
+    are stored as the LL or wide words that they replace, by strong stores, so that old and new words have one order.
     """
     if clears(epoch):
         table = table_of(group)
@@ -96,7 +98,7 @@ def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
         idle = (epoch & 1) ^ 1
         ll_runs: tl.constexpr = SPEC.WORLD_SIZE * PARTS if SPEC.LL and not SPEC.WIDE else 1
         clear_runs(table + ll_base(group) // 8, SPEC.WORLD_SIZE * ll_bytes(group) // 8, idle, ll_runs, False, SPEC)
-        if COMPILES or not SPEC.PTX:  # else nothing ever uses them
+        if COMPILES or not SPEC.PTX:  # else no kernel uses wide words
             wide_runs: tl.constexpr = SPEC.WORLD_SIZE * PARTS if SPEC.WIDE else 1
             start, words = table + wide_base(group) // 8, SPEC.WORLD_SIZE * wide_bytes(group) // 8
             clear_runs(start, words, idle, wide_runs, True, SPEC)
@@ -112,8 +114,8 @@ def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def clear_runs(mailboxes, words, idle, RUNS: tl.constexpr, WIDE: tl.constexpr, SPEC: tl.constexpr):
-    """This block's tiles of RUNS equal runs of mailbox `idle`, which has `words` words of 64 bits. A tile of either
-    width takes 2 BLOCK of them."""
+    """Clear this block's tiles in each of RUNS equal runs of mailbox `idle`, which has `words` words of 64 bits. A tile
+    takes 2 BLOCK of them, under `ll` and under `ll128`."""
     STEP: tl.constexpr = 2 * SPEC.BLOCK
     OWNED: tl.constexpr = SPEC.OWNED * STEP
     run = words // RUNS

@@ -4,17 +4,17 @@
     │ ╳ │        │ ╳ │       any other labelling works: the group table has it
     2 ─ 3        6 ─ 7
 
-Nothing is sent between ranks that have no link, headers included. The position of a rank in its quad is chosen so that
-relay partners have the same one, and so that the partners at position ^ 1, ^ 2 and ^ 3 are three colours of a quad's
-links: in step s every rank talks with position ^ s, and each link carries one pair, both ways.
+Nothing is sent between ranks that have no link, headers included. Positions in the quads are chosen so that relay
+partners have the same position. In step s (1 to 3) each rank exchanges data with position ^ s of its quad, so each link
+carries one pair of ranks, in both directions.
 
-Partners  a rank's own quad, by step, and its relay: their numbers and addresses ride in the parameters of the launch
+Partners  the ranks of a rank's quad, by step, and its relay: their numbers and addresses are parameters of the launch
           (`layout.group_argument`), so that no push waits for a load of them.
 Headers   to the quad first, and to the relay (or again to the quad) only after the quad's headers are seen. So a rank
           that has the relay's header knows that all eight ranks are in this epoch and have left the one before: the
           rule that makes two mailboxes enough also holds for ranks without a link, and between calls of any kernels. So
-          the second headers release, after a block barrier, under LL as well: they tell that other ranks have read, and
-          a relaxed header would not be ordered after the headers that this block has acquired.
+          the second headers release, after a block barrier, also under LL: they say that other ranks have read, and a
+          relaxed header would not be ordered after the headers that this block has acquired.
 Buffers   of an all-reduce: one for each sender's quad rank, its index among the quad's ranks in ascending order, so
           that the four buffers of a quad are adjacent in the order of summation; the next ones receive the relay's
           data. Of an all-gather: one for each rank whose data they receive.
@@ -44,21 +44,21 @@ RELAYED = tl.constexpr(4)  # the first buffer for the relay's data
 
 @triton.jit
 def in_quad(group, step):
-    """The rank of this quad that step 1, 2 or 3 pairs this rank with; step 0 is this rank."""
+    """The rank of this quad with which this rank exchanges data in step 1, 2 or 3; for step 0 this rank."""
     table = table_of(group)
     return tl.load(table + QUAD + (tl.load(table + POSITION) ^ step))
 
 
 @triton.jit
 def relay(group):
-    """The rank of the other quad that this one is linked with."""
+    """The rank of the other quad to which this rank has a link."""
     table = table_of(group)
     return tl.load(table + PEER_QUAD + tl.load(table + POSITION))
 
 
 @triton.jit
 def partner(group, STEP: tl.constexpr):
-    """int64: `in_quad` of a step that is known when the kernel is compiled, or `relay` of step RELAY."""
+    """int64: `in_quad` of the constexpr STEP, or `relay` if STEP is RELAY."""
     if not isinstance(group, tl.tensor):
         rank = group[_PARTNERS + STEP].to(tl.int64)
     elif STEP == RELAY:
@@ -70,7 +70,7 @@ def partner(group, STEP: tl.constexpr):
 
 @triton.jit
 def partner_head(group, STEP: tl.constexpr):
-    """`peer` of that rank."""
+    """`peer` of the rank that `partner` gives."""
     if isinstance(group, tl.tensor):
         head = peer(group, partner(group, STEP))
     else:
@@ -80,7 +80,7 @@ def partner_head(group, STEP: tl.constexpr):
 
 @triton.jit
 def linked(group, QUAD_PEERS: tl.constexpr, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
-    """bool [LANES]: lanes of the ranks of one's quad, of one's relay, or of both."""
+    """bool [LANES]: the lanes of this rank's quad, of its relay, or of both."""
     source = tl.arange(0, SPEC.LANES) % SOURCES
     mask = source < 0
     if QUAD_PEERS:
@@ -93,7 +93,7 @@ def linked(group, QUAD_PEERS: tl.constexpr, TO_RELAY: tl.constexpr, SPEC: tl.con
 
 @triton.jit
 def send_headers(chunk, PHASE: tl.constexpr, TO_QUAD: tl.constexpr, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
-    """This block's header along links. It publishes what the block has written, and what it has seen."""
+    """Send this block's header along links. It publishes the block's writes, and those that the block has seen."""
     mask = linked(chunk.group, TO_QUAD, TO_RELAY, SPEC) & (tl.arange(0, SPEC.LANES) < SOURCES)
     tl.debug_barrier()
     send_headers_to(chunk.group, mask, chunk.epoch, chunk.call, PHASE, True, RANKS, SPEC.LANES, SPEC.PTX)
@@ -101,7 +101,8 @@ def send_headers(chunk, PHASE: tl.constexpr, TO_QUAD: tl.constexpr, TO_RELAY: tl
 
 @triton.jit
 def wait_headers(chunk, PHASE: tl.constexpr, OF_QUAD: tl.constexpr, OF_RELAY: tl.constexpr, SPEC: tl.constexpr):
-    """Wait for the headers of linked ranks; returns the status. Under `simple` what they published is visible."""
+    """Wait for the headers of linked ranks; returns the status. Under `simple` the writes that they published are
+    visible."""
     mask = linked(chunk.group, OF_QUAD, OF_RELAY, SPEC)
     status = wait_headers_of(chunk.group, mask, chunk.epoch, chunk.call, PHASE, RANKS, SPEC.LANES, SPEC.PTX)
     if not SPEC.LL:
@@ -111,7 +112,8 @@ def wait_headers(chunk, PHASE: tl.constexpr, OF_QUAD: tl.constexpr, OF_RELAY: tl
 
 @triton.jit
 def open_epoch(chunk, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
-    """Clear the idle mailbox if its time has come; under LL, say then along links that this block is in this epoch.
+    """Clear the idle mailbox if this epoch does that. Under LL then send headers along links: this block is in this
+    epoch.
 
     That header is relaxed unless it follows a clearing, as in `push.open_epoch`.
     """

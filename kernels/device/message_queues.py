@@ -7,15 +7,15 @@
                                                find the first piece of that tag; copy it out
                              ◀──────── ack     the slot is free
 
-An ordered pair of ranks has a number of queues, each of numbered pieces on its own: queue (p + t) % queues carries
-piece p of a message with tag t. The sender's block b serves the message's queues b, b + grid, and so on, one after
-another, and so does the receiver's; if that has fewer blocks, each serves several blocks' queues in that order. So the
-receiver never needs more running blocks of the sender than it has itself, and messages of different sizes never share a
-slot at once.
+An ordered pair of ranks has several queues, each with its own count of pieces: queue (p + t) % queues carries piece p
+of a message with tag t. The sender's block b serves the message's queues b, b + grid, and so on, one after another, and
+so does the receiver's; if that has fewer blocks, each serves several blocks' queues in that order. So the receiver
+never needs more running blocks of the sender than it has itself, and messages of different sizes never share a slot at
+once.
 
-Number    counts the pieces of a queue, from 4 to 2^32 - 1 and then from 4 again: a multiple of 4 numbers, so that the
-          slots keep their turn. It is the flag of the header, of the ack and, under `ll`, of every word. Each side has
-          its counters in its own memory, so a CUDA graph replays them.
+Number    counts the pieces of a queue, from 4 to 2^32 - 1 and then from 4 again. That is a multiple of 4 numbers, so
+          each number always has the same slot. It is the flag of the header, of the ack and, under `ll`, of every word.
+          Each side has its counters in its own memory, so a CUDA graph replays them.
 Waits     sender, for the ack of the piece four before: its slot has been read. Receiver, for a header: a message of
           that tag has arrived, and its size and type are as expected. Under `simple` the header is release to acquire
           at `.sys`, so the payload has arrived as well; under `ll` each word carries the number.
@@ -69,8 +69,8 @@ def previous_number(number):
 
 @triton.jit
 def piece_words(group, words, SPEC: tl.constexpr):
-    """Payload words in each piece of a message of `words`, in whole tiles: at most a slot's, and fewer if the pieces
-    would not reach every queue."""
+    """Payload words in each piece of a message of `words`, in whole tiles: the size of a slot, or less, so that every
+    queue gets a piece."""
     slot = tl.load(table_of(group) + SLOT_BYTES) // (16 if SPEC.LL else 8)
     share = tl.cdiv(words, tl.load(table_of(group) + QUEUES))
     return tl.minimum(slot, tl.maximum(tl.cdiv(share, SPEC.BLOCK), 1) * SPEC.BLOCK)
@@ -78,7 +78,7 @@ def piece_words(group, words, SPEC: tl.constexpr):
 
 @triton.jit
 def queue_state(group, head, rank, queue):
-    """Pointer (int64*) to the state that the arena at `head` keeps for its rank's queue to and from `rank`."""
+    """Pointer (int64*) to the state, in the arena at `head`, of its rank's queue number `queue` to and from `rank`."""
     at = (rank * tl.load(table_of(group) + QUEUES) + queue) * STATE_WORDS
     return tl.multiple_of(head + tl.load(table_of(group) + QUEUE_STATES) // 8 + at, 16)
 
@@ -104,7 +104,7 @@ def wait_free(group, mine, number, SPEC: tl.constexpr):
 
 @triton.jit
 def clear_stale(group, slot, number, plain, SPEC: tl.constexpr):
-    """LL: zero the slot of piece `number`, which is free, if something in it may look new; True if it did.
+    """LL: zero the free slot of piece `number` if its contents may look like new words. True if it was zeroed.
 
     Bit s of `plain` says that slot s has held plain data since it was cleared.
     """
@@ -153,10 +153,10 @@ def end_message(group, call, status):
 
 @triton.jit
 def match_header(group, mine, rank, following, taken, call, tag, SPEC: tl.constexpr):
-    """Wait for the first piece with `tag`: (how many numbers after `following` it is, status).
+    """Wait for the first piece with `tag`. Returns (its number minus `following`, status).
 
     Bit k of `taken` says that the piece k after `following` was received before. Errors in the status word:
-    MESSAGE_MISMATCH, the tag is right and size or type is not; PENDING, four pieces are waiting and none has this tag.
+    MESSAGE_MISMATCH: the tag matches, but not size or type; PENDING: four pieces are waiting and none has this tag.
     """
     lane = tl.arange(0, SPEC.LANES) % 2
     control = control_of(group)
@@ -205,7 +205,7 @@ def probe(mine, following, taken, tag, SPEC: tl.constexpr):
 
 @triton.jit
 def poll_abort(group, spins, SPEC: tl.constexpr):
-    """One round of a poll over several ranks: 2 if this rank is to leave, else 0."""
+    """One round of a poll over several ranks: 2 if the kernel must end, else 0."""
     status = tl.max(look(group, spins, tl.arange(0, SPEC.LANES) < 0, SPEC.PTX), axis=0)
     pause(spins)
     return status

@@ -1,12 +1,11 @@
-"""Tiles through the switch: from the ranks' buffers of one number, reduced, and to the ranks' buffers of one number.
+"""Tiles through the switch: load the reduction of a buffer over all ranks, and store to the same buffer of all ranks.
 
 Flight    UNROLLED tiles of a block's run are in flight at once, as in `plain_data`; the end of a run, and misaligned
-          tensors, are moved one tile after another. Between multicast pointers (`pass_reduced`) no tensor is
-          misaligned, and every access has a mask, so the end of a run of two tiles or more is in flight at once as
-          well.
-Fences    memory that a rank accesses here by the multicast address is accessed elsewhere by a plain one. So the
-          barriers between chunks (SWITCH) have an alias fence, which orders accesses by both kinds of address. Before
-          and after a launch the driver orders them, so a call over handles has no such fence.
+          tensors, are moved tile by tile. Between multicast pointers (`pass_reduced`) nothing is misaligned, and every
+          access has a mask, so the last tiles of a run of two or more are in flight at once as well.
+Fences    a rank accesses the same memory here by its multicast address and elsewhere by its plain address. So the
+          barriers between chunks (SWITCH) have an alias fence, which orders accesses by the two addresses. Accesses of
+          different launches need none, so a call over handles has no such fence.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from tricomm.kernels.multimem import load_reduced, store_to_all
 
 @triton.jit
 def buffer_at_all(chunk, heads, number, OFFSET, SPEC: tl.constexpr):
-    """Word OFFSET of buffer `number` of the simple mailbox of all ranks: a multicast pointer, as `heads` is one."""
+    """Multicast pointer to word OFFSET of buffer `number` of the `simple` mailboxes of all ranks; `heads` is the
+    multicast pointer to the ranks' arenas."""
     pointers = ()
     for n in tl.static_range(1 if SPEC.PTX else SPEC.WORLD_SIZE):
         pointers = pointers + (simple_buffer(chunk, heads[n], number, SPEC) + OFFSET,)
@@ -31,7 +31,7 @@ def buffer_at_all(chunk, heads, number, OFFSET, SPEC: tl.constexpr):
 
 @triton.jit
 def spread(x_ptr, numel, buffers, chunk, SPEC: tl.constexpr):
-    """this block's tiles of the chunk's words of x_ptr[0:numel] to `buffers`, a multicast pointer."""
+    """Store this block's tiles of the chunk of x_ptr[0:numel] to the multicast pointer `buffers`."""
     UNROLLED: tl.constexpr = FEW if SPEC.COMPACT else FULL
     limit = end_of(chunk.base + chunk.count, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
     sources = runs(x_ptr.to(tl.pointer_type(tl.int64)) + chunk.base, chunk.stride, UNROLLED)
@@ -52,8 +52,8 @@ def spread(x_ptr, numel, buffers, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def pass_reduced(given, results, first, end, SPEC: tl.constexpr):
-    """this block's tiles of the words from `first` to before `end` of the multicast pointer `given`, reduced, to the
-    same words of the multicast pointer `results`, which may be the same. Both bounds are even."""
+    """Reduce words `first` to `end` (exclusive) of the multicast pointer `given`, this block's tiles of them, and store
+    the result to the same words of the multicast pointer `results`, which may be `given`. Both bounds are even."""
     UNROLLED: tl.constexpr = FEW if SPEC.COMPACT else FULL
     stride = tl.num_programs(0).to(tl.int64) * SPEC.BLOCK
     at = first + tl.program_id(0).to(tl.int64) * SPEC.BLOCK
@@ -70,8 +70,8 @@ def pass_reduced(given, results, first, end, SPEC: tl.constexpr):
 
 @triton.jit
 def gather_reduced(buffers, results, y_ptr, start, count, numel, chunk, AGAIN: tl.constexpr, SPEC: tl.constexpr):
-    """this block's tiles of `count` words at the multicast pointer `buffers`, reduced, into y_ptr[0:numel] from word
-    `start` on; AGAIN: and to the multicast pointer `results`. `start` is even."""
+    """Reduce `count` words at the multicast pointer `buffers`, this block's tiles of them, and store the result in
+    y_ptr[0:numel] from word `start` on; AGAIN: also to the multicast pointer `results`. `start` is even."""
     UNROLLED: tl.constexpr = FEW if SPEC.COMPACT else FULL
     limit = end_of(start + count, numel, 64 // y_ptr.dtype.element_ty.primitive_bitwidth)
     targets = runs(y_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride, UNROLLED)

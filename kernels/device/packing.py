@@ -4,8 +4,8 @@ All kernels move payload as int64 tiles, whatever the element type: 8 // itemsiz
 tensor in word i // PACK. The format in a mailbox therefore never depends on how a user's tensor is aligned; only the
 loads and stores here do (`ALIGNED`, a fact that one rank may know alone).
 
-Widths: the body runs in full tiles without a mask, 16 bytes an access. A mask whose bound is not known to be a
-multiple of 16 would halve or quarter every access, so the tail runs apart, element by element.
+Widths: the body runs in full tiles without a mask, 16 bytes an access. A mask whose bound is not known to be a multiple
+of 16 would halve or quarter the width of every access, so the tail is handled separately, element by element.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shard_words(count, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def end_of(words, numel, PACK: tl.constexpr):
-    """Elements before word `words` of a tensor of `numel`: the bound of a shard that ends at that word."""
+    """Elements before word `words`, at most `numel`: where a shard ends that ends at that word."""
     return tl.minimum(words * PACK, numel)
 
 
@@ -47,11 +47,12 @@ def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED):
     full = ((first + BLOCK) * PACK <= numel) & ALIGNED
     words = tl.zeros([BLOCK], tl.int64)
     if full:
-        # The hint is given for a pointer made in this function: on an integer, or on an argument, it would be lost.
+        # The alignment hint is for a pointer that this function computes: on an integer or an argument it would be
+        # lost.
         wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + first, 16)
         words = tl.load(wide + tl.arange(0, BLOCK))
     else:
-        for j in range(PACK):  # unrolled late: Triton's early passes take long over each load
+        for j in range(PACK):  # unrolled late, because each load slows down Triton's early passes
             at = index * PACK + j
             part = tl.load(raw_pointer(x_ptr, BITS) + at, mask=at < numel, other=0).to(tl.int64)
             if PACK > 1:
@@ -79,10 +80,10 @@ def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
 
 @triton.jit
 def load_elements(x_ptr, first, numel, BLOCK: tl.constexpr):
-    """`load_words` element by element, for tiles of several planes; the loop advances the pointer.
+    """`load_words` element by element, for tiles of several planes. The loop increments the pointer:
 
-    For each load, Triton's early passes visit the whole computation of an address that is computed in place. For a
-    kernel with three planes of eight ranks that doubles their time.
+    if it computed each address in place, Triton's early passes would visit the whole computation for each load, which
+    doubles their time for a kernel with three planes of eight ranks.
     """
     BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
     PACK: tl.constexpr = 64 // BITS
@@ -133,7 +134,7 @@ def load_tile(buffer, first, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_tiles(buffers, first, count, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """`load_tile` of each of a tuple of COUNT buffers, in one branch, so that they are in flight at once."""
+    """`load_tile` from each of a tuple of COUNT buffers, in one branch, so that all loads are in flight at once."""
     if first + BLOCK <= count:
         tiles = ()
         for n in tl.static_range(COUNT):
@@ -147,7 +148,7 @@ def load_tiles(buffers, first, count, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_tile(buffer, first, words, count, BLOCK: tl.constexpr):
-    """Store a tile of words into a buffer of a `simple` mailbox, own or a peer's."""
+    """Store a tile of words in a buffer of a `simple` mailbox, of this rank or a peer."""
     at = tl.multiple_of(buffer + first, 16) + tl.arange(0, BLOCK)
     if first + BLOCK <= count:
         tl.store(at, words)
@@ -157,7 +158,7 @@ def store_tile(buffer, first, words, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def whole_tile(first, count, start, numel, like, BLOCK: tl.constexpr, ALIGNED):
-    """True if the tile at word `first` of a run of `count` words is full, and its elements are inside like[0:numel].
+    """True if the tile at word `first` of a run of `count` words is full and entirely inside like[0:numel].
 
     The run begins at word `start` of the tensor `like`; `ALIGNED` says that its words are 16-byte aligned.
     """
@@ -169,8 +170,8 @@ def whole_tile(first, count, start, numel, like, BLOCK: tl.constexpr, ALIGNED):
 def move_tiles(sources, targets, first, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Copy the full tile at word `first` of each of COUNT sources to the same word of its target.
 
-    Both are tuples of int64*, 16-byte aligned. All tiles are loaded before one is stored, so that COUNT of them are on
-    their way at once.
+    Both are tuples of int64*, 16-byte aligned. All tiles are loaded before one is stored, so that COUNT loads are in
+    flight at once.
     """
     words = ()
     for n in tl.static_range(COUNT):
@@ -192,7 +193,7 @@ def store_tiles(buffers, first, words, count, COUNT: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def members(table, like, WORLD_SIZE: tl.constexpr):
-    """`member` of every rank, as a tuple."""
+    """A tuple of `member` for every rank."""
     pointers = ()
     for rank in tl.static_range(WORLD_SIZE):
         pointers = pointers + (member(table, rank, like),)

@@ -1,11 +1,10 @@
 """Plain data between tensors and the buffers of `simple` mailboxes: runs of tiles, several in flight at once.
 
 Flight    every loop has the tiles of all ranks, or UNROLLED tiles of one run, in flight at once: all are loaded
-          before the first is stored, because a thread stalls at a store until its load has completed. The ends of runs
-          that are no whole tiles, and misaligned tensors, go one tile after another in the functions named `_ragged`.
-          COMPACT: always UNROLLED tiles of one rank's run, then the next rank's, because it is the addresses of all
-          ranks that take registers.
-Order     every loop over ranks starts at one's own, so that no two ranks write to one, or read from it, at once.
+          before the first is stored, because a thread stalls at a store until its load has completed. Ends of runs that
+          are no whole tile, and misaligned tensors, are handled tile by tile in the functions named `_ragged`. COMPACT:
+          UNROLLED tiles of one rank's run, then of the next rank's, because addresses of all ranks take registers.
+Order     every loop over ranks starts at this rank, so that no two ranks write to, or read from, the same rank at once.
 """
 
 from __future__ import annotations
@@ -34,14 +33,15 @@ FULL, FEW = tl.constexpr(4), tl.constexpr(2)
 
 @triton.jit
 def stage(x_ptr, numel, chunk, SPEC: tl.constexpr):
-    """this block's tiles of the chunk's words into the own rank's buffers, used as one, for peers to read."""
+    """Copy this block's tiles of the chunk into this rank's buffers, used as one staging area, for peers to read."""
     buffer = simple_buffer(chunk, table_of(chunk.group), 0, SPEC)
     push_part(x_ptr, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
 
 
 @triton.jit
 def push_part(x_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
-    """this block's tiles of `count` words of x_ptr[0:numel] from word `start` on, to `buffer`, a peer's or own.
+    """Copy this block's tiles of `count` words of x_ptr[0:numel] from word `start` on to `buffer`, of a peer or this
+    rank.
 
     UNROLLED tiles are in flight at once. `start` is even.
     """
@@ -60,7 +60,7 @@ def push_part(x_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def push_part_ragged(x_ptr, start, limit, first, count, buffer, chunk, SPEC: tl.constexpr):
-    """this block's tiles from the one at word `first` on, wherever they end and however they are aligned."""
+    """The rest of `push_part`: this block's tiles from word `first` on, of any length and alignment."""
     while first < count:
         words = load_words(x_ptr, start + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
         store_tile(buffer, first, words, count, SPEC.BLOCK)
@@ -69,7 +69,7 @@ def push_part_ragged(x_ptr, start, limit, first, count, buffer, chunk, SPEC: tl.
 
 @triton.jit
 def copy_part(y_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
-    """the inverse of `push_part`, out of one's own `buffer`."""
+    """The inverse of `push_part`: copy from this rank's `buffer` to y_ptr."""
     UNROLLED: tl.constexpr = FEW if SPEC.COMPACT else FULL
     limit = end_of(start + count, numel, 64 // y_ptr.dtype.element_ty.primitive_bitwidth)
     sources = runs(buffer, chunk.stride, UNROLLED)
@@ -85,7 +85,7 @@ def copy_part(y_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def copy_part_ragged(y_ptr, start, limit, first, count, buffer, chunk, SPEC: tl.constexpr):
-    """the inverse of `push_part_ragged`."""
+    """The inverse of `push_part_ragged`."""
     while first < count:
         words = load_tile(buffer, first, count, SPEC.BLOCK)
         store_words(y_ptr, start + first, words, limit, SPEC.BLOCK, SPEC.ALIGNED)
@@ -94,7 +94,7 @@ def copy_part_ragged(y_ptr, start, limit, first, count, buffer, chunk, SPEC: tl.
 
 @triton.jit
 def runs(pointer, stride, UNROLLED: tl.constexpr):
-    """`pointer` at UNROLLED consecutive tiles of a block."""
+    """Pointers to UNROLLED consecutive tiles of a block, the first at `pointer`."""
     pointers = ()
     for n in tl.static_range(UNROLLED):
         pointers = pointers + (pointer + n * stride,)
@@ -103,7 +103,8 @@ def runs(pointer, stride, UNROLLED: tl.constexpr):
 
 @triton.jit
 def buffer_for(chunk, to, STAGED: tl.constexpr, SPEC: tl.constexpr):
-    """this rank's buffer at rank `to`; STAGED: the buffer of number `to` here, which the switch reads for `to`."""
+    """This rank's buffer in the mailbox of rank `to`. STAGED: buffer `to` of this rank's own mailbox, which the switch
+    reads for `to`."""
     if STAGED:
         buffer = simple_buffer(chunk, table_of(chunk.group), to, SPEC)
     else:
@@ -113,7 +114,7 @@ def buffer_for(chunk, to, STAGED: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def buffer_ahead(chunk, STEP: tl.constexpr, STAGED: tl.constexpr, SPEC: tl.constexpr):
-    """`buffer_for` the rank that is STEP ahead of this one."""
+    """`buffer_for` rank (me + STEP) % WORLD_SIZE."""
     if STAGED:
         buffer = buffer_for(chunk, (chunk.me + STEP) % SPEC.WORLD_SIZE, STAGED, SPEC)
     else:
@@ -123,7 +124,7 @@ def buffer_ahead(chunk, STEP: tl.constexpr, STAGED: tl.constexpr, SPEC: tl.const
 
 @triton.jit
 def whole_pairs(count, STAGED: tl.constexpr):
-    """`count` words; STAGED: rounded up to an even number, because the switch reads them by pairs."""
+    """`count`; STAGED: rounded up to an even number, because the switch reads words in pairs."""
     if STAGED:
         count = count + (count & 1)
     return count
@@ -131,16 +132,16 @@ def whole_pairs(count, STAGED: tl.constexpr):
 
 @triton.jit
 def push_plain_rows(tensors, chunk, SPEC: tl.constexpr):
-    """Row r of x_ptr[0 : WORLD_SIZE * numel] into the buffer at rank r, one's own included; as `push_shards`.
+    """Push row r of x_ptr[0 : WORLD_SIZE * numel] to rank r, this one included.
 
-    `tensors` is (x_ptr, y_ptr, numel) and whatever else.
+    `tensors` begins with (x_ptr, y_ptr, numel).
     """
     send_rows(tensors[0], tensors[2], chunk, False, SPEC)
 
 
 @triton.jit
 def send_rows(x_ptr, numel, chunk, STAGED: tl.constexpr, SPEC: tl.constexpr):
-    """Row r of x_ptr[0 : WORLD_SIZE * numel] into the buffer for rank r, one's own included."""
+    """Copy row r of x_ptr[0 : WORLD_SIZE * numel] into the buffer for rank r (`buffer_for`), this rank included."""
     me = chunk.me
     if SPEC.COMPACT:
         for step in range(SPEC.WORLD_SIZE):
@@ -162,7 +163,7 @@ def send_rows(x_ptr, numel, chunk, STAGED: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def send_rows_ragged(x_ptr, numel, first, chunk, STAGED: tl.constexpr, SPEC: tl.constexpr):
-    """the tile at word `first` of every row, wherever it ends and however it is aligned."""
+    """The rest of `send_rows`: the tile at word `first` of every row, of any length and alignment."""
     for step in range(SPEC.WORLD_SIZE):
         to = (chunk.me + step) % SPEC.WORLD_SIZE
         words = load_words(x_ptr + to * numel, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
@@ -172,7 +173,8 @@ def send_rows_ragged(x_ptr, numel, first, chunk, STAGED: tl.constexpr, SPEC: tl.
 
 @triton.jit
 def row_buffer(chunk, head, source, STAGED: tl.constexpr, SPEC: tl.constexpr):
-    """the buffer with the words of rank `source`: its stage, which begins its arena's mailbox, or one's own of it."""
+    """The buffer that holds the words of rank `source`. STAGED: the beginning of that rank's mailbox, else the buffer
+    for it in this rank's mailbox."""
     if STAGED:
         buffer = simple_buffer(chunk, head, 0, SPEC)
     else:
@@ -182,8 +184,8 @@ def row_buffer(chunk, head, source, STAGED: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def copy_rows(y_ptr, numel, STAGED: tl.constexpr, chunk, SPEC: tl.constexpr):
-    """copy the chunk's words of rank r, out of one's own buffer or out of its stage, into row r of
-    y_ptr[0 : WORLD_SIZE * numel]; the tiles of all ranks are in flight at once."""
+    """Copy the chunk's words of each rank r, from this rank's buffer or from r's staging area, into row r of y_ptr[0 :
+    WORLD_SIZE * numel]. The tiles of all ranks are in flight at once."""
     me = chunk.me
     if SPEC.COMPACT:
         for step in range(SPEC.WORLD_SIZE):
@@ -209,10 +211,10 @@ def copy_rows(y_ptr, numel, STAGED: tl.constexpr, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def push_shards(x_ptr, numel, chunk, STAGED: tl.constexpr, SPEC: tl.constexpr):
-    """shard r of the chunk's words of x_ptr[0:numel] into the buffer for rank r (`buffer_for`), one's own included.
+    """Copy shard r of the chunk of x_ptr[0:numel] into the buffer for rank r (`buffer_for`), this rank included.
 
-    Starts at the own rank, so that no two ranks write to the same one at the same time; the tiles for all ranks are on
-    their way at once.
+    Starts at this rank, so that no two ranks write to the same rank at the same time. The tiles for all ranks are in
+    flight at once.
     """
     me = chunk.me
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
@@ -238,7 +240,7 @@ def push_shards(x_ptr, numel, chunk, STAGED: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def push_shards_ragged(x_ptr, numel, first, chunk, STAGED: tl.constexpr, SPEC: tl.constexpr):
-    """the tile at word `first` of every shard, wherever it ends and however it is aligned."""
+    """The rest of `push_shards`: the tile at word `first` of every shard, of any length and alignment."""
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     for step in range(SPEC.WORLD_SIZE):
         to = (chunk.me + step) % SPEC.WORLD_SIZE
@@ -251,7 +253,7 @@ def push_shards_ragged(x_ptr, numel, first, chunk, STAGED: tl.constexpr, SPEC: t
 
 @triton.jit
 def take_shards(y_ptr, numel, half, chunk, SPEC: tl.constexpr):
-    """copy the chunk's shards but one's own out of the second halves of the buffers of those that sent them."""
+    """Copy the chunk's shards, except this rank's, from the second halves of the buffers of their senders to y_ptr."""
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     if SPEC.COMPACT:
         for step in range(1, SPEC.WORLD_SIZE):
@@ -276,7 +278,8 @@ def take_shards(y_ptr, numel, half, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def take_shards_ragged(y_ptr, numel, half, first, chunk, SPEC: tl.constexpr):
-    """the tile at word `first` of every shard but one's own, wherever it ends and however it is aligned."""
+    """The rest of `take_shards`: the tile at word `first` of every shard except this rank's, of any length and
+    alignment."""
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     for step in range(1, SPEC.WORLD_SIZE):
         source = (chunk.me + step) % SPEC.WORLD_SIZE
@@ -289,8 +292,8 @@ def take_shards_ragged(y_ptr, numel, half, first, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def pass_on_in_turn(but, first, words, count, half, chunk, SPEC: tl.constexpr):
-    """the tile at word `first` of `count` into the second half of this rank's buffer at all others, but at rank `but`,
-    one after another."""
+    """Copy the tile at word `first` of `count` into the second half of this rank's buffer at all other ranks except
+    `but`, one after another."""
     for step in range(1, SPEC.WORLD_SIZE):
         to = (chunk.me + step) % SPEC.WORLD_SIZE
         if to != but:
@@ -300,8 +303,8 @@ def pass_on_in_turn(but, first, words, count, half, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def reduce_in_turn(buffers, first, count, AT_ONCE: tl.constexpr, SPEC: tl.constexpr):
-    """the tile at word `first` of `count` of all ranks' `buffers`, reduced in rank order; AT_ONCE of them are on their
-    way together."""
+    """The tile at word `first` of `count` of all ranks' `buffers`, reduced in rank order; AT_ONCE loads are in flight
+    at once."""
     sums = ()
     for begin in tl.static_range(0, SPEC.WORLD_SIZE, AT_ONCE):
         some = ()

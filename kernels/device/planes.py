@@ -1,12 +1,13 @@
-"""Tiles of words with flags, whatever their width: loaded, pushed, polled, reduced and stored plane by plane.
+"""Tiles for protocols `ll` and `ll128`: loaded, pushed, polled, reduced and stored plane by plane.
 
     ll       one plane        [ 0 ... BLOCK )                                16 bytes of mailbox a word of 8
     ll128    three planes     [ 0 ... p ) [ p ... 2p ) [ 2p ... 3p )         32 bytes of mailbox a word of each plane
 
 A tile is a tuple of `SPEC.PLANES` int64 tiles of `SPEC.PLANE` words, neighbouring runs of a tensor, `SPEC.TILE` words
-in all. Under `ll128` a word of each of three planes makes two wide words (`wide_words.py`). A full tile has p = PLANE,
-and one at the end of a run a smaller p (`plane_words`), so that few words take few wide words. So the functions that
-load, push, poll or store a tile take `left`, the words from the tile's first to the end of its run, equal on all ranks.
+in all. Under `ll128` a word of each of three planes makes two wide words (`wide_words.py`). A full tile has p = PLANE.
+The last tile of a run has a smaller p (`plane_words`), so that few words take few wide words. Therefore the functions
+that load, push, poll or store a tile take `left`, the words from the tile's first to the end of its run, which is equal
+on all ranks.
 
 Poll: `device/arrival.py`. Place of a tile in a mailbox: `mailbox.ll_buffer`.
 """
@@ -24,7 +25,7 @@ from tricomm.kernels.wide_words import plane_words, put_wide
 
 @triton.jit
 def plane_start(left, K: tl.constexpr, SPEC: tl.constexpr):
-    """Words from a tile's first to the first of its plane K."""
+    """Where plane K begins in a tile, in words from the tile's first."""
     start = left * 0
     if SPEC.WIDE:
         start = K * plane_words(left, SPEC.PLANE)
@@ -33,7 +34,7 @@ def plane_start(left, K: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def plane_length(left, K: tl.constexpr, SPEC: tl.constexpr):
-    """Words of plane K that belong to the run; 0 or less if there are none."""
+    """Words of plane K that are inside the run; 0 or less if none is."""
     length = left
     if SPEC.WIDE:
         plane = plane_words(left, SPEC.PLANE)
@@ -52,8 +53,8 @@ def no_tile(SPEC: tl.constexpr):
 
 @triton.jit
 def load_planes(x_ptr, start, left, numel, SPEC: tl.constexpr):
-    """The tile at word `start` of x_ptr[0:numel]. With three planes, words past the end of the run are zeros; with one,
-    they are loaded as they are."""
+    """The tile at word `start` of x_ptr[0:numel]. Words past the end of the run are zeros with three planes; with one
+    they are the words that follow in the tensor."""
     return load_planes_if(x_ptr, start, left, numel, SPEC.ALIGNED, SPEC)
 
 
@@ -84,8 +85,8 @@ def store_planes_if(y_ptr, start, tile, left, numel, ALIGNED, SPEC: tl.constexpr
 
 @triton.jit
 def whole_planes(start, left, numel, like, ALIGNED, SPEC: tl.constexpr):
-    """True if the tile at word `start`, with `left` words to the end of its run, is loaded from like[0:numel] and
-    stored to it as whole words."""
+    """True if all words of the tile at word `start`, with `left` words to the end of its run, are entirely inside
+    like[0:numel], so that they are loaded and stored as words."""
     if SPEC.WIDE:
         whole = _whole_words(like, start, left, numel, SPEC)
     else:
@@ -116,7 +117,7 @@ def store_whole(y_ptr, start, tile, left, SPEC: tl.constexpr):
 
 @triton.jit
 def put_planes(pointer, tile, flag, left, SPEC: tl.constexpr):
-    """Push a tile with `flag` to its place at `pointer` (int64*, 16-byte aligned) in a mailbox, `ll_buffer`."""
+    """Push a tile with `flag` to `pointer` (int64*, 16-byte aligned), its place in a mailbox (`ll_buffer`)."""
     if SPEC.WIDE:
         put_wide(pointer, tile, flag, plane_words(left, SPEC.PLANE), SPEC.PLANE)
     else:
@@ -125,7 +126,7 @@ def put_planes(pointer, tile, flag, left, SPEC: tl.constexpr):
 
 @triton.jit
 def reduce_planes(tiles, SPEC: tl.constexpr):
-    """The tile that WORLD_SIZE `tiles` of raw words make, reduced in ascending order of the tuple: rank order."""
+    """The reduction of WORLD_SIZE `tiles` of raw words, in the order of the tuple, which is rank order."""
     reduced = ()
     for k in tl.static_range(SPEC.PLANES):
         parts = ()
@@ -137,7 +138,7 @@ def reduce_planes(tiles, SPEC: tl.constexpr):
 
 @triton.jit
 def accumulate_planes(tiles, SOURCES: tl.constexpr, SPEC: tl.constexpr):
-    """Accumulator tiles of SOURCES `tiles` of raw words: by plane a tuple of `SPEC.PARTS`, as of `accumulate`."""
+    """Accumulator tiles of SOURCES `tiles` of raw words: for each plane a tuple of `SPEC.PARTS`, as by `accumulate`."""
     sums = ()
     for k in tl.static_range(SPEC.PLANES):
         parts = ()
@@ -149,7 +150,7 @@ def accumulate_planes(tiles, SOURCES: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def across(tuples, N: tl.constexpr, COUNT: tl.constexpr):
-    """Member N of each of COUNT tuples."""
+    """A tuple of element N of each of COUNT tuples."""
     members = ()
     for k in tl.static_range(COUNT):
         members = members + (tuples[k][N],)
@@ -158,14 +159,15 @@ def across(tuples, N: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _whole_words(like, start, left, numel, SPEC: tl.constexpr):
-    """True if every word of the tile at word `start` is inside like[0:numel] as a whole."""
+    """True if every word of the tile at word `start` is entirely inside like[0:numel]."""
     PACK: tl.constexpr = 64 // like.dtype.element_ty.primitive_bitwidth
     return (start + tl.minimum(left, SPEC.TILE)) * PACK <= numel
 
 
 @triton.jit
 def _load_three(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
-    """Planes by words of 64 bits, all three in flight at once; element by element if they are not whole words."""
+    """Load three planes, all in flight at once: by words of 64 bits, or element by element if some are not whole
+    words."""
     if whole_planes(start, left, numel, x_ptr, ALIGNED, SPEC):
         tile = load_whole(x_ptr, start, left, SPEC)
     else:
@@ -180,10 +182,10 @@ def _load_three(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
 
 @triton.jit
 def load_three(pointer, left, ALL: tl.constexpr, SPEC: tl.constexpr):
-    """The three planes of the tile of words at `pointer` (int64*). ALL: none of its words is past the run's end.
+    """The three planes of the tile of words at `pointer` (int64*). ALL: no word is past the end of the run.
 
-    A loop of three rounds, which the compiler unrolls late: one load in its source, and of a pointer that a loop hands
-    on, keeps its early passes short.
+    Written as a loop of three rounds, which the compiler unrolls late. Its early passes then see one load, of a pointer
+    that the loop increments, and stay fast.
     """
     lane = tl.arange(0, SPEC.PLANE)
     plane = plane_words(left, SPEC.PLANE)
@@ -204,7 +206,7 @@ def load_three(pointer, left, ALL: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def store_three(pointer, tile, left, ALL: tl.constexpr, SPEC: tl.constexpr):
-    """The inverse of `load_three`, for words of the type of `pointer`, whichever that is."""
+    """The inverse of `load_three`, for words of the type of `pointer`, also other than int64."""
     lane = tl.arange(0, SPEC.PLANE)
     plane = plane_words(left, SPEC.PLANE)
     at = pointer + lane

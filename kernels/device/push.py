@@ -1,8 +1,8 @@
-"""Pushing, by either protocol: tiles into peers' buffers, a synchronization, and tiles out of one's own buffers.
+"""Push tiles into peers' buffers, synchronize, and receive tiles from this rank's buffers, by any protocol.
 
     open_epoch ─▶ push_* (tiles of the input into this rank's buffer at some ranks) ─▶ synchronize ─▶ receive
 
-LL        the words carry flags, so nothing synchronizes: `receive_*` polls words and headers in one loop
+LL        the words carry flags, so there is no barrier: `receive_*` polls words and headers in one loop
           (`device/arrival.py`), and a rank or block that receives nothing waits for headers. Hops: 1. The `first_*`
           functions load the tiles that are pushed first, in flight together with the epoch (`run_ll` in
           `device/chunks.py`). Both widths of words (`device/planes.py`).
@@ -11,13 +11,13 @@ simple    plain data; `synchronize` is a barrier after the pushes, and `receive`
 
 Bytes     the pushed data; under `ll` twice that, because half of it is flags, under `ll128` 4/3. Nothing is read from a
           peer.
-Waits     header, in every chunk, from every peer, whatever is sent and to whom: the peer made the same call and has
-          left the epoch before the last. Under `simple` it is release to acquire at `.sys`: data that the peer's block
-          b pushed here is visible. LL words: the flag is this epoch; flag and payload are one access.
-Reuse     two mailboxes, by the epoch's parity. A peer writes epoch e + 2 only after it has seen this block's header
-          of e + 1, sent after this block has received all that it receives of e. Under `simple` it may do so at once,
-          before it receives e + 1 itself. A rank that receives nothing (of a broadcast its root, of a gather all but
-          the root) sends and awaits the same headers: so a root never runs ahead.
+Waits     header, in every chunk, from every peer, also if no data is exchanged with it: the peer made the same call and
+          has left the epoch before the last. Under `simple` it is release to acquire at `.sys`: data that the peer's
+          block b pushed here is visible. LL words: the flag is this epoch; flag and payload are one access.
+Reuse     two mailboxes, by the epoch's parity. A peer writes epoch e + 2 only after it has seen this block's header of
+          e + 1, sent after this block has received all its data of e. Under `simple` the peer may write it before it
+          receives e + 1 itself. A rank that receives nothing (the root of a broadcast, all ranks but the root of a
+          gather) sends and awaits the same headers, so it never runs ahead.
 Copies    received data is copied out of the mailbox, because only its own rank knows where an output is.
 """
 
@@ -37,7 +37,7 @@ from tricomm.kernels.primitives import barrier, send_headers, wait_headers
 
 @triton.jit
 def open_epoch(chunk, PARTS: tl.constexpr, SPEC: tl.constexpr):
-    """Clear the idle mailbox if its time has come; under LL, say then that this block is in this epoch.
+    """Clear the idle mailbox if this epoch does that. Under LL then send the headers: this block is in this epoch.
 
     That header is relaxed, because every word of data has a flag. After a clearing it releases the zeros: otherwise one
     of them could overwrite a word that a peer pushed after it had seen the header.
@@ -53,7 +53,8 @@ def open_epoch(chunk, PARTS: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def synchronize(chunk, PHASE: tl.constexpr, SPEC: tl.constexpr):
-    """Every peer's block has made the same call; under `simple`, its earlier writes are visible. Returns the status."""
+    """Under `simple` a barrier: every peer's block has made the same call, and its earlier writes are visible. Returns
+    the status."""
     group, epoch, call = chunk.group, chunk.epoch, chunk.call
     if SPEC.LL:
         status = wait_headers(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
@@ -64,7 +65,7 @@ def synchronize(chunk, PHASE: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def push_tile(chunk, to, first, tile, count, SPEC: tl.constexpr):
-    """The tile at word `first` of a run of `count`, into this rank's buffer at rank `to`."""
+    """Push the tile at word `first` of a run of `count` into this rank's buffer at rank `to`."""
     head = peer(chunk.group, to)
     if SPEC.LL:
         put_planes(ll_buffer(chunk, head, chunk.me, first, SPEC), tile, chunk.epoch, count - first, SPEC)
@@ -74,14 +75,14 @@ def push_tile(chunk, to, first, tile, count, SPEC: tl.constexpr):
 
 @triton.jit
 def push_row(x_ptr, numel, to, chunk, SPEC: tl.constexpr):
-    """Simple: this block's tiles of the chunk's words of x_ptr[0:numel], to rank `to`."""
+    """Simple: push this block's tiles of the chunk of x_ptr[0:numel] to rank `to`."""
     buffer = simple_buffer(chunk, peer(chunk.group, to), chunk.me, SPEC)
     push_part(x_ptr, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
 
 
 @triton.jit
 def first_tile(tensors, chunk, SPEC: tl.constexpr):
-    """LL: this block's first tile of the chunk, for `push_to_all` or `push_to`."""
+    """LL: load this block's first tile of the chunk, for `push_to_all` and `push_to_others`."""
     return nth_tile(tensors, chunk, chunk.own, SPEC)
 
 
@@ -93,19 +94,19 @@ def nth_tile(tensors, chunk, first, SPEC: tl.constexpr):
 
 @triton.jit
 def push_to_all(tensors, chunk, tile, SPEC: tl.constexpr):
-    """LL: this block's tiles of the chunk, of which `tile` is the first, to every rank, one's own included."""
+    """LL: push this block's tiles of the chunk, of which `tile` is the first, to every rank, this one included."""
     push_to_ranks(tensors, chunk, tile, 0, SPEC)
 
 
 @triton.jit
 def push_to_others(tensors, chunk, tile, SPEC: tl.constexpr):
-    """LL: `push_to_all` without one's own."""
+    """LL: `push_to_all` except to this rank."""
     push_to_ranks(tensors, chunk, tile, 1, SPEC)
 
 
 @triton.jit
 def push_to_ranks(tensors, chunk, tile, FIRST: tl.constexpr, SPEC: tl.constexpr):
-    """LL: to every rank from the one that is FIRST ahead of the own one on, so that no two ranks write to the same one
+    """LL: push to every rank, starting with rank (me + FIRST) % WORLD_SIZE, so that no two ranks write to the same rank
     at the same time."""
     first = chunk.own
     while first < chunk.count:
@@ -119,13 +120,13 @@ def push_to_ranks(tensors, chunk, tile, FIRST: tl.constexpr, SPEC: tl.constexpr)
 
 @triton.jit
 def first_tile_and_root(tensors, chunk, SPEC: tl.constexpr):
-    """LL: (`first_tile`, the head of the arena of rank tensors[3]), for `push_to_root`."""
+    """LL: load (`first_tile`, the head of the arena of the root, rank tensors[3]), for `push_to_root`."""
     return first_tile(tensors, chunk, SPEC), peer(chunk.group, tensors[3])
 
 
 @triton.jit
 def push_to_root(tensors, chunk, loaded, SPEC: tl.constexpr):
-    """LL: this block's tiles of the chunk to one rank; `loaded` is the result of `first_tile_and_root`."""
+    """LL: push this block's tiles of the chunk to the root; `loaded` is the result of `first_tile_and_root`."""
     tile, head = loaded
     first = chunk.own
     while first < chunk.count:
@@ -138,8 +139,8 @@ def push_to_root(tensors, chunk, loaded, SPEC: tl.constexpr):
 
 @triton.jit
 def first_tiles(tensors, chunk, SPEC: tl.constexpr):
-    """LL: the tiles that `push_rows` pushes first: this block's first tile of every row of the chunk, or of the next
-    rank's row alone if the registers cannot hold all of them."""
+    """LL: load the tiles that `push_rows` pushes first: this block's first tile of every row of the chunk, or only of
+    the next rank's row if the registers cannot hold all of them."""
     if SPEC.ROWS_AT_ONCE:
         tiles = nth_tiles(tensors, chunk, chunk.own, SPEC)
     else:
@@ -149,7 +150,7 @@ def first_tiles(tensors, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def nth_tiles(tensors, chunk, first, SPEC: tl.constexpr):
-    """The tile at word `first` of each row of WORLD_SIZE rows of the chunk, from the own rank's on."""
+    """The tile at word `first` of each of the chunk's WORLD_SIZE rows, starting with this rank's."""
     tiles = ()
     for step in tl.static_range(SPEC.WORLD_SIZE):
         tiles = tiles + (row_tile(tensors, chunk, step, first, SPEC),)
@@ -158,7 +159,7 @@ def nth_tiles(tensors, chunk, first, SPEC: tl.constexpr):
 
 @triton.jit
 def row_tile(tensors, chunk, step, first, SPEC: tl.constexpr):
-    """The tile at word `first` of the row for the rank that is `step` ahead."""
+    """The tile at word `first` of the row for rank (me + `step`) % WORLD_SIZE."""
     to = (chunk.me + step) % SPEC.WORLD_SIZE
     row = tensors[0] + to * tensors[2]
     return load_planes(row, chunk.base + first, chunk.count - first, tensors[2], SPEC)
@@ -166,9 +167,9 @@ def row_tile(tensors, chunk, step, first, SPEC: tl.constexpr):
 
 @triton.jit
 def push_rows(tensors, chunk, tiles, SPEC: tl.constexpr):
-    """LL: row r of the chunk to rank r, one's own included; `tiles` is the result of `first_tiles`.
+    """LL: push row r of the chunk to rank r, this one included; `tiles` is the result of `first_tiles`.
 
-    Starts at the own rank or the next one, so that no two ranks write to the same one at the same time.
+    Starts at this rank or the next one, so that no two ranks write to the same rank at the same time.
     """
     first = chunk.own
     if SPEC.ROWS_AT_ONCE:
@@ -195,7 +196,8 @@ def push_rows(tensors, chunk, tiles, SPEC: tl.constexpr):
 
 @triton.jit
 def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constexpr):
-    """The tile at word `first` of SOURCES buffers of one's own from rank `source` on: (a tuple of tiles, status)."""
+    """The tile at word `first` of this rank's buffers for ranks `source` to `source` + SOURCES - 1: (a tuple of tiles,
+    status)."""
     group = chunk.group
     status = 0
     if SPEC.LL:
@@ -217,13 +219,13 @@ def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constex
 
 @triton.jit
 def meet_ahead(chunk, alone, status, SPEC: tl.constexpr):
-    """LL: wait for every peer's header ahead of any word, if this epoch clears, or if a block is `alone`, without words
-    to take; returns the status. The first thing that a TAKE does (`run_ll`).
+    """LL: wait for every peer's header before any word, if this epoch clears a mailbox or this block is `alone`, which
+    means that it has no words to take. Returns the status. A TAKE (`run_ll`) calls this first.
 
-    A poll meets the headers as well, but only some threads acquire them. After a clearing all threads have to, before
-    one of them pushes over the zeros: by a barrier, because a reduction inside a single warp orders no memory. And a
-    block without words must not read a mailbox: its place is another block's, whose peers push over it as soon as that
-    block has taken it.
+    A poll also waits for headers, but only some threads acquire them. After a clearing all threads must, before one of
+    them pushes over the zeros; this takes a barrier, because a reduction inside a single warp orders no memory. And a
+    block without words must not read a mailbox, because the place that it would read is another block's, and peers
+    overwrite it as soon as that block has taken it.
     """
     if (status == 0) & (clears(chunk.epoch) | alone):
         status = synchronize(chunk, 0, SPEC)
@@ -233,10 +235,11 @@ def meet_ahead(chunk, alone, status, SPEC: tl.constexpr):
 
 @triton.jit
 def arrived(chunk, source, first, SOURCES: tl.constexpr, SPEC: tl.constexpr):
-    """LL: the tile at word `first` of the chunk in SOURCES buffers of one's own from rank `source` on, and every peer's
-    header: (a tuple of tiles, status)."""
+    """LL: wait for every peer's header and for the tile at word `first` of the chunk in this rank's buffers for ranks
+    `source` to `source` + SOURCES - 1: (a tuple of tiles, status)."""
     pointers, lefts = (), ()
-    # The comparison is always true, which a compiler does not see: it would hand on an address for each source else.
+    # The comparison is always true, but the compiler does not know it; otherwise it would keep an address for each
+    # source.
     buffer = ll_buffer(chunk, table_of(chunk.group), source, tl.where(first < chunk.count, first, 0), SPEC)
     for n in tl.static_range(SOURCES):
         pointers = pointers + (tl.multiple_of(buffer + n * (flagged_bytes(chunk.group, SPEC) // 8), 16),)
@@ -269,7 +272,8 @@ def receive_row(y_ptr, numel, source, chunk, takes, status, SPEC: tl.constexpr):
 
 @triton.jit
 def receive_rows(y_ptr, numel, chunk, takes, status, SPEC: tl.constexpr):
-    """Copy the chunk's words from rank r into row r of y_ptr[0 : WORLD_SIZE * numel]; otherwise as `receive_row`."""
+    """As `receive_row`, for all ranks: copy the chunk's words from rank r into row r of y_ptr[0 : WORLD_SIZE *
+    numel]."""
     first = chunk.own
     if SPEC.LL:
         status = meet_ahead(chunk, (first >= chunk.count) | (not takes), status, SPEC)
@@ -288,7 +292,7 @@ def receive_rows(y_ptr, numel, chunk, takes, status, SPEC: tl.constexpr):
 
 @triton.jit
 def receive_reduced(y_ptr, numel, chunk, takes, status, SPEC: tl.constexpr):
-    """Reduce the chunk's words from all ranks into y_ptr[0:numel]; otherwise as `receive_row`."""
+    """As `receive_row`, for all ranks: reduce the chunk's words from all ranks into y_ptr[0:numel]."""
     first = chunk.own
     if SPEC.LL:
         status = meet_ahead(chunk, (first >= chunk.count) | (not takes), status, SPEC)

@@ -1,5 +1,5 @@
-"""Quantising a row of the rounded norm: FP8 e4m3 with a scale of the tensor, of the row or of groups, NVFP4 with scales
-of blocks.
+"""Quantise a row of the rounded norm: to FP8 e4m3 with a scale per tensor, row or group, or to NVFP4 with a scale per
+block.
 
     fp8             e4m3 of norm * (1 / scale)
     fp8_per_token   scale_out = max(max(abs(norm)) / 448, 1 / (448 * 512)) of the row; e4m3 of norm / scale_out
@@ -8,9 +8,9 @@ of blocks.
     fp8_per_N       of N elements each, scale = max(max(abs(norm)) / 448, 1e-10), rounded up to a power of two, whose
                     exponent is a byte of scale_out; e4m3 of norm / scale
 
-Codes are made by integer arithmetic: to nearest even, the largest number beyond the range, the same bits on every
-architecture and under the interpreter. A maximum ignores NaN, and an infinity makes the scale of its row infinite.
-The e4m3 of a NaN is 0x7F, its e2m1 is 6.
+Codes are computed by integer arithmetic, so they have the same bits on every architecture and under the interpreter.
+They are rounded to nearest even and saturate. A maximum ignores NaN; an infinity makes the scale infinite. The e4m3 of
+a NaN is 0x7F, its e2m1 is 6.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MANTISSA = tl.constexpr(0x7FFFFF)
 
 @triton.jit
 def quantize_row(number, normed, operands, AT: tl.constexpr, SPEC: tl.constexpr):
-    """Quantise row `number`, the planes `normed` by their `halves`. From operand AT on: scale, unless each row has its
-    own; quant_out; scale_out, unless the scale is static."""
+    """Quantise row `number`; `normed` are its planes by their `halves`. Operands from AT on: scale, unless each row has
+    its own; quant_out; scale_out, unless the scale is static."""
     if SPEC.QUANTIZE == "fp8":
         inverse = tl.div_rn(1.0, tl.load(operands[AT]))
         _store_fp8(operands[AT + 1], number, normed, inverse, False, SPEC)
@@ -59,7 +59,7 @@ def _number(BITS: tl.constexpr):
 
 @triton.jit
 def _most(parts, SPEC: tl.constexpr):
-    """Of each word the largest magnitude of an element that is a number, as fp32's bits (int32)."""
+    """The largest magnitude in each word, ignoring NaN, as bits of fp32 (int32)."""
     most = tl.zeros([SPEC.PLANE], tl.int32)
     for j in tl.static_range(SPEC.PACK):
         bits = number_of(parts, j, SPEC.ELEMENT, SPEC.BITS).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -69,7 +69,7 @@ def _most(parts, SPEC: tl.constexpr):
 
 @triton.jit
 def to_e4m3(value):
-    """The e4m3 code (int32) of an fp32; a NaN's code has no sign."""
+    """The e4m3 code (int32) of an fp32; the code of a NaN is always 0x7F."""
     code = to_fp8(value, 20, 141, 121, -120, 0x7E)
     return tl.where(value != value, 0x7F, code)
 
@@ -96,7 +96,7 @@ def _store_fp8(q_ptr, number, normed, scale, DIVIDE: tl.constexpr, SPEC: tl.cons
 
 @triton.jit
 def _fp8_codes(parts, scale, DIVIDE: tl.constexpr, SPEC: tl.constexpr):
-    """The codes of a plane's words, side by side."""
+    """The e4m3 codes of a plane's words, PACK of them packed in an integer."""
     codes = tl.zeros([SPEC.PLANE], tl.int32)
     for j in tl.static_range(SPEC.PACK):
         value = number_of(parts, j, SPEC.ELEMENT, SPEC.BITS)
@@ -110,9 +110,9 @@ def _fp8_codes(parts, scale, DIVIDE: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def _store_groups(q_ptr, scales, rows, number, normed, SPEC: tl.constexpr):
-    """The exponents are in columns of four groups: a column has 32 bits for each row, and begins at a multiple of four
-    rows. The bytes after a row's last group are zero, and so are the rows after the last one, but for the last column,
-    whose memory ends with the rows."""
+    """Store the exponents of a row's groups. The layout has a column for every four groups: 32 bits for each row, the
+    number of rows rounded up to a multiple of four. Bytes after a row's last group and rows after the last one are
+    zero; the memory of the last column ends with its last row."""
     WORDS: tl.constexpr = SPEC.SCALED
     GROUPS: tl.constexpr = SPEC.PLANE // WORDS
     COLUMNS: tl.constexpr = SPEC.HIDDEN // SPEC.GROUP // 4
@@ -128,7 +128,7 @@ def _store_groups(q_ptr, scales, rows, number, normed, SPEC: tl.constexpr):
             group = SPEC.FIRSTS[n] // WORDS + tl.arange(0, GROUPS)
             there = tl.arange(0, GROUPS) * WORDS < SPEC.LENGTHS[n]
             tl.store(exponents + (group // 4) * step * 4 + group % 4, exponent.to(tl.int8), mask=there)
-            # A power of two: the product has the bits of the quotient. That of infinity is 0.
+            # The reciprocal of a power of two is exact, so this has the bits of the quotient. Of infinity it is 0.
             inverse = tl.where(exponent == 255, 0, (254 - exponent) << 23).to(tl.float32, bitcast=True)
             of_words = tl.reshape(tl.broadcast_to(tl.expand_dims(inverse, 1), [GROUPS, WORDS]), [SPEC.PLANE])
             tile = tile + (_fp8_codes(normed[n], of_words, False, SPEC),)

@@ -1,10 +1,11 @@
 """Rows: how a kernel with an epilogue divides a tensor [rows, hidden]. A block takes whole rows.
 
     row      ROW words of 64 bits. A multiple of 16 bytes, because `hidden` is a multiple of 8
-    shard    of SHARDS in a row, SHARD words each, the last ones fewer: two shots divide a row, one shot does not
-    tile     of STEPS in a shard; a row's tile i is step i // SHARDS of shard i % SHARDS
-    plane    int64 [PLANE], of PLANES in a tile (`device/planes.py`); a row's plane n is plane n % PLANES of its tile
-             n // PLANES
+    shard    one of SHARDS in a row, SHARD words each, the last ones fewer; one shot has one shard, two shots one per
+             rank
+    tile     one of STEPS in a shard; a row's tile i is step i // SHARDS of shard i % SHARDS
+    plane    int64 [PLANE], one of PLANES in a tile (`device/planes.py`); a row's plane n is plane n % PLANES of its
+             tile n // PLANES
 
 All of these are known when the kernel is compiled. In a mailbox a shard has room for whole tiles, PITCH words.
 """
@@ -28,9 +29,9 @@ class Row(NamedTuple):
     """A reduced row, the argument of an epilogue.
 
     number     its number in the tensor, int64
-    planes     its words as they are stored: a tuple of ROW_PLANES int64 planes, whose places are `words_at`
+    planes     its words: a tuple of ROW_PLANES int64 planes; `words_at` has their places in the row
     prepared   the result of the epilogue's `prepare`, which ran before the row had arrived
-    y_ptr      the second tensor of the launch, of integers of the elements' width
+    y_ptr      the second tensor of the launch, as integers of the elements' width
     """
 
     number: Any
@@ -41,28 +42,29 @@ class Row(NamedTuple):
 
 @triton.jit
 def values(row, n: tl.constexpr, j: tl.constexpr, SPEC: tl.constexpr):
-    """Element j of each word of a row's plane n, in fp32 (fp32 [PLANE]); `columns_at` says which these are."""
+    """fp32 [PLANE]: element j of each word of the row's plane n; `columns_at` has their columns."""
     return element(row.planes[n], j, SPEC.ELEMENT, SPEC.BITS)
 
 
 @triton.jit
 def columns_at(n: tl.constexpr, j: tl.constexpr, SPEC: tl.constexpr):
-    """(columns of `values`, int32 [PLANE]; mask of those that exist)."""
+    """The columns of `values` (int32 [PLANE]), and a mask of those inside the row."""
     at, inside = words_at(n, SPEC)
     return at * SPEC.PACK + j, inside
 
 
 @triton.jit
 def words_at(n: tl.constexpr, SPEC: tl.constexpr):
-    """Of a row's plane n: (the words' places in the row, int32 [PLANE]; mask of those that exist)."""
+    """The places in a row of the words of plane n (int32 [PLANE]), and a mask of those inside the row."""
     lane = tl.arange(0, SPEC.PLANE)
     return SPEC.FIRSTS[n] + lane, lane < SPEC.LENGTHS[n]
 
 
 @triton.jit
 def fresh(number, PTX: tl.constexpr):
-    """`number` (int64), of which the compiler knows nothing. It would keep each address derived from a loop's counter
-    in a separate register, and advance all of them; addresses derived from this number differ by constants."""
+    """`number` (int64), hidden from the compiler's optimisations. The compiler would keep each address derived from a
+    loop counter in a separate register and increment all of them; addresses derived from this number differ by
+    constants."""
     if PTX:
         number = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [number], dtype=tl.int64, is_pure=True, pack=1)
     return number
@@ -70,14 +72,14 @@ def fresh(number, PTX: tl.constexpr):
 
 @triton.jit
 def load_tile(x_ptr, number, i: tl.constexpr, SPEC: tl.constexpr):
-    """Tile i of row `number` of a tensor of the type that is reduced; zeros where there is no word."""
+    """Tile i of row `number` of a tensor of the reduced type; zeros past the end of its shard."""
     return load_tile_at(x_ptr, number, SPEC.STARTS[i], SPEC.LEFTS[i], SPEC.LEFTS[i] >= SPEC.TILE, SPEC)
 
 
 @triton.jit
 def load_tile_at(x_ptr, number, start, left, ALL: tl.constexpr, SPEC: tl.constexpr):
-    """The tile at word `start` of row `number`, `left` words before its shard ends. ALL: the shard has all of its
-    words."""
+    """The tile at word `start` of row `number`, `left` words before its shard ends. ALL: all words of the tile are
+    inside the shard."""
     if SPEC.ALIGNED:
         wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + number * SPEC.ROW, 16) + start
         if SPEC.WIDE:
@@ -99,8 +101,8 @@ def load_tile_at(x_ptr, number, start, left, ALL: tl.constexpr, SPEC: tl.constex
 
 @triton.jit
 def store_tile(y_ptr, number, i: tl.constexpr, tile, BITS: tl.constexpr, SPEC: tl.constexpr):
-    """Store tile i of row `number`: BITS bits of each element, with a word's PACK elements side by side in a word of
-    `tile`. BITS times PACK is 8 or more."""
+    """Store tile i of row `number` with BITS bits per element; a word of `tile` has the PACK elements of one word
+    packed. BITS times PACK is 8 or more."""
     WHOLE: tl.constexpr = BITS * SPEC.PACK
     ALL: tl.constexpr = SPEC.LEFTS[i] >= SPEC.TILE
     if SPEC.ALIGNED:
@@ -129,10 +131,10 @@ def store_tile(y_ptr, number, i: tl.constexpr, tile, BITS: tl.constexpr, SPEC: t
 
 @triton.jit
 def put_tile(chunk, head, place, tile, left, SPEC: tl.constexpr):
-    """Push a tile to payload word `place` of this rank's buffer in the arena at `head`, a peer's."""
+    """Push a tile to payload word `place` of this rank's buffer in the peer's arena at `head`."""
     if SPEC.WIDE:
         put_planes(ll_buffer(chunk, head, chunk.me, place, SPEC), tile, chunk.epoch, left, SPEC)
-    else:  # the same words of every arena: where a peer's are is then one addition
+    else:  # the same offset in every arena, so that a peer's address takes one addition
         lane = tl.arange(0, SPEC.PLANE)
         words = ll_place(chunk, chunk.me, place, SPEC) + 2 * lane
         store_ll(head + words, tile[0], chunk.epoch, lane < left, SPEC.PTX)
@@ -140,8 +142,8 @@ def put_tile(chunk, head, place, tile, left, SPEC: tl.constexpr):
 
 @triton.jit
 def places(chunk, place, SPEC: tl.constexpr):
-    """Pointers into one's own mailbox to TOGETHER tiles, from payload word `place` on, of every rank: a tuple for
-    `poll_planes`, tile by tile and rank by rank."""
+    """Pointers into this rank's mailbox for `poll_planes`: a tuple of TOGETHER tiles from payload word `place` on, each
+    for every rank."""
     first = ll_buffer(chunk, table_of(chunk.group), 0, place, SPEC)
     pointers = ()
     for g in tl.static_range(SPEC.TOGETHER):
@@ -153,13 +155,13 @@ def places(chunk, place, SPEC: tl.constexpr):
 
 @triton.jit
 def tile_words(SPEC: tl.constexpr):
-    """64-bit words that a tile takes in a mailbox, of either width."""
+    """64-bit words that a tile takes in a mailbox of `ll` or `ll128`."""
     return 2 * SPEC.BLOCK
 
 
 @triton.jit
 def of_step(tiles, g: tl.constexpr, SPEC: tl.constexpr):
-    """The tiles of all ranks of the g-th of the steps that were polled at once."""
+    """The tiles of all ranks for step g of the steps that were polled at once."""
     step = ()
     for r in tl.static_range(SPEC.WORLD_SIZE):
         step = step + (tiles[g * SPEC.WORLD_SIZE + r],)
@@ -168,7 +170,7 @@ def of_step(tiles, g: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def own_row(x_ptr, operands, number, SPEC: tl.constexpr):
-    """All tiles of a row to send; their loads are in flight at once."""
+    """All tiles of a row to send; the loads are in flight at once."""
     tiles = ()
     for i in tl.static_range(SPEC.ROW_TILES):
         tile = own_tile(x_ptr, operands, number, SPEC.STARTS[i], SPEC.LEFTS[i], SPEC.LEFTS[i] >= SPEC.TILE, SPEC)
@@ -178,7 +180,7 @@ def own_row(x_ptr, operands, number, SPEC: tl.constexpr):
 
 @triton.jit
 def own_tile(x_ptr, operands, number, start, left, ALL: tl.constexpr, SPEC: tl.constexpr):
-    """A tile of a row to send: loaded from the input by `load_tile_at`, or made by the prologue."""
+    """A tile of a row to send: loaded from the input by `load_tile_at`, or computed by the prologue."""
     if SPEC.PROLOGUE is None:
         tile = load_tile_at(x_ptr, number, start, left, ALL, SPEC)
     else:
@@ -191,10 +193,10 @@ def own_tile(x_ptr, operands, number, start, left, ALL: tl.constexpr, SPEC: tl.c
 
 @triton.jit
 def _made(number, operands, first, length, SPEC: tl.constexpr):
-    """The plane of `length` words at word `first` of row `number`, made by the prologue: its fp32 values, each rounded
-    to the type; zeros after the last word."""
+    """The plane of `length` words at word `first` of row `number`, computed by the prologue in fp32 and rounded to the
+    type; zeros after the last word."""
     lane = tl.arange(0, SPEC.PLANE * SPEC.PACK)
-    # `first` and `length` are even, so that an access has 16 bytes.
+    # `first` and `length` are even, so that accesses are 16 bytes wide.
     columns = tl.multiple_of(tl.zeros([], tl.int32) + first * SPEC.PACK, 2 * SPEC.PACK) + lane
     inside = lane < tl.multiple_of(tl.zeros([], tl.int32) + length * SPEC.PACK, 2 * SPEC.PACK)
     values = in_fp32(SPEC.PROLOGUE(number, columns, inside, operands, SPEC), columns)
@@ -211,8 +213,8 @@ def in_fp32(values, columns):
 
 @triton.jit
 def try_functions(y_ptr, operands, SPEC: tl.constexpr):
-    """A user's functions on row 0, whose reduced elements are zeros; the prologue on its first columns. For a trial
-    before a call."""
+    """Run a user's functions on row 0 before a call, to find errors: the epilogue with a reduced row of zeros, the
+    prologue on the first columns."""
     number, columns = tl.zeros([], tl.int64), tl.arange(0, SPEC.PLANE * SPEC.PACK)
     prepared = SPEC.PREPARE(number, operands, SPEC)
     if SPEC.PROLOGUE is not None:
@@ -225,12 +227,13 @@ def try_functions(y_ptr, operands, SPEC: tl.constexpr):
 
 @triton.jit
 def rows_of(chunk, SPEC: tl.constexpr):
-    """(the first row of a chunk, its rows, the first of them that is this block's, the distance to its next one)."""
+    """(first row of the chunk, number of its rows, this block's first row within the chunk, step to this block's next
+    row)."""
     own = tl.program_id(0).to(tl.int64)
     return _rows(chunk.base, SPEC), _rows(chunk.count, SPEC), own, tl.num_programs(0)
 
 
 @triton.jit
 def _rows(words, SPEC: tl.constexpr):
-    """Rows in `words` words; unsigned, because a signed division takes several times as long."""
+    """Rows in `words` words. The division is unsigned, because a signed one takes several times as long."""
     return (words.to(tl.uint64) // SPEC.ROW).to(tl.int64)

@@ -1,4 +1,5 @@
-"""Compile a kernel for one GPU architecture outside of Triton's dispatch: reports read the code that is launched."""
+"""Compile a kernel for one GPU architecture outside of Triton's dispatch, so that reports read the code that is
+launched."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ from tricomm.kernels.launch import triton_adapter
 from tricomm.kernels.specialization import specialized
 
 # Fused multiply-add is off: a sum must have the same bits in every kernel that adds in the same order. The register
-# limit is the hardware's own: without one, ptxas spills a register or two to make room for blocks that never come. One
-# stage, because no loop needs pipelining, and with more stages Triton spends time to look for candidates.
+# limit is the hardware's: without it, ptxas spills a register or two to make room for more blocks than run. One stage,
+# because no loop needs pipelining, and with more stages Triton spends time on looking for candidates.
 COMPILE_OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False, "maxnreg": 255}
 
-Compile = Callable[[Any, dict[str, Any], int | None, bool, int], Any]  # gives the result of `compile_kernel`
+Compile = Callable[[Any, dict[str, Any], int | None, bool, int], Any]  # returns what `compile_kernel` returns
 
 _TENSORS = ("x_ptr", "y_ptr")
 _TABLES, _GROUP = ("table", "into"), "group"
 _COUNTS = ("send_counts", "recv_counts")
 _OPERANDS = "operands"
-WIDE = ":16"  # suffix of the type of an operand that begins at a multiple of 16 if the tensors do
+WIDE = ":16"  # suffix of the type of an operand that is 16-byte aligned if the tensors are
 _READ = {"ttgir", "ptx", "cubin"}
 _PTXAS = "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"
 _LANGUAGE = os.path.join("triton", "language")  # Triton's own functions
@@ -40,29 +41,29 @@ _FILE = re.compile(r'(^\s*\.file\s+\d+\s+"|\bloc\(")([^"]*)', re.M)  # in PTX, i
 
 @dataclass(eq=False)
 class _Origin:
-    """The source of a cubin, from the latest of its kernels. All of its kernels keep it alive."""
+    """The source of a cubin, as given by the latest kernel that has this cubin. Its kernels keep it alive."""
 
     ptx: str = ""
     kernel: Any = None
 
 
 _by_cubin: WeakValueDictionary[bytes, _Origin] = WeakValueDictionary()
-# In these versions the key of a function lacks the globals of callees that have no key yet. It would be another one in
-# a process that has compiled other kernels, and machine code of `tricomm compile` would not be found.
+# In these versions the key of a function lacks the globals of callees whose key has not been computed yet. So it would
+# differ in a process that has compiled other kernels, and code made by `tricomm compile` would not be found.
 _KEYS_DEPEND_ON_ORDER = triton.__version__.startswith(("3.6.", "3.7."))
-_keyed: set[Any] = set()  # the Python functions of those whose keys have been made in order
+_keyed: set[Any] = set()  # the Python functions whose keys have been computed in the right order
 _keying = threading.Lock()
 
 
 def refused() -> str | None:
-    """Why nothing can be compiled in this process; None if it can."""
+    """The reason why nothing can be compiled in this process; None if it can."""
     if triton_adapter.interpreted():
         return "TRITON_INTERPRET is set: Triton compiles nothing for a GPU in this process; unset it before the import"
     return None
 
 
 def altered() -> str | None:
-    """Why this process's machine code differs from what the kernels' sources give; None if it does not."""
+    """The reason why machine code of this process differs from a regular compilation; None if it does not."""
     if triton.knobs.compilation.override:
         return "TRITON_KERNEL_OVERRIDE is set, so that kernels are not compiled from their sources; unset it"
     if getattr(triton.knobs.runtime, "add_stages_inspection_hook", None) is not None:
@@ -90,10 +91,9 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
 def key_of(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int) -> str:
     """64 hexadecimal digits that differ if `compile_kernel` of these arguments makes other machine code.
 
-    Of the parts of the key of Triton's own cache: the sources of the kernel and of all functions that it calls, types,
-    constants, options, and the variables that Triton's compiler reads. Triton's version stands for the compiler's
-    files and the ptxas in its wheel, so the key needs none of these files. For another ptxas, named by a variable, the
-    key has the version that it prints.
+    Made of the parts of Triton's own cache key: the sources of the kernel and of all functions that it calls, types,
+    constants, options, and the variables that Triton's compiler reads. Triton's version replaces the compiler's files
+    and the ptxas in its wheel. If a variable names another ptxas, the key contains the version that it prints.
     """
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.backends.compiler import GPUTarget
@@ -124,11 +124,11 @@ def _ptxas(capability: int) -> str | None:
 
 
 def _source(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool) -> tuple[Any, dict[str, Any]]:
-    """Triton's source of a kernel with these constexprs, and the compile options among them."""
+    """Triton's source object of a kernel with these constexprs, and the compile options that were among them."""
     from triton.compiler import ASTSource
 
     signature, constants = {}, {}
-    hints: dict[tuple[int, ...], Any] = {}  # by parameter, or by its place in a parameter's tuple
+    hints: dict[tuple[int, ...], Any] = {}  # by the parameter's place, for a tuple also the place in it
     values = specialized([parameter.name for parameter in kernel.params], constexprs, compiled=True)
     for i, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -155,9 +155,9 @@ def _source(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: 
 
 
 def noted(compiled: Any) -> Any:
-    """Register Triton's `compiled` kernel for `ptx_of`, as long as it is alive, and return it.
+    """Register Triton's `compiled` kernel for `ptx_of` while it is alive, and return it.
 
-    It keeps only the forms that are read, because the early ones take most of its memory.
+    Drops its early forms, which take most of its memory and are never read.
     """
     for form in set(compiled.asm) - _READ:
         del compiled.asm[form]
@@ -167,7 +167,7 @@ def noted(compiled: Any) -> Any:
 
 
 def restored(compiled: Any) -> None:
-    """Let `ptx_of` name the files of this kernel, if another one has the same cubin."""
+    """Make `ptx_of` name the files of this kernel, even if another one has the same cubin."""
     compiled.origin.kernel = compiled.src.fn
 
 
@@ -183,7 +183,7 @@ def ptx_text(compiled: Any) -> str:
 
 
 def ttgir_text(compiled: Any) -> str:
-    """The TTGIR of Triton's `compiled` kernel, likewise."""
+    """The TTGIR of Triton's `compiled` kernel with the file names of this process."""
     return with_present_files(compiled.asm["ttgir"], compiled.src.fn)
 
 
@@ -192,7 +192,7 @@ def _digest(cubin: bytes) -> bytes:
 
 
 def takes_data(kernel: Any) -> bool:
-    """True for a kernel of (x_ptr, y_ptr, group, numel, call), as all are but the barrier: of (group, call).
+    """True for a kernel of (x_ptr, y_ptr, group, numel, call). Only the barrier is one of (group, call).
 
     The counts of uneven rows (`takes_counts`) or an epilogue's operands (`takes_operands`) may follow, then `extras`.
     """
@@ -210,7 +210,8 @@ def takes_operands(kernel: Any) -> bool:
 
 
 def extras(kernel: Any) -> list[str]:
-    """Names of the last 64-bit arguments, the same in every launch of a plan, such as the root of a broadcast."""
+    """Names of the last 64-bit arguments, such as the root of a broadcast. Their values are the same in every launch of
+    a plan."""
     others = (*_COUNTS, _OPERANDS)
     names = [p.name for p in triton_adapter.parameters(kernel) if not p.is_constexpr and p.name not in others]
     return names[names.index("call") + 1 :]
@@ -237,7 +238,7 @@ def with_present_files(text: str, kernel: Any) -> str:
 def _functions(function: Any, seen: set[Any]) -> Iterator[Any]:
     """The functions that `function` calls, by the names in its code, attributes of modules included, and `function`.
 
-    Callees come first. Those whose Python function is in `seen` are left out, and the others are added to it.
+    Callees come first. Functions whose Python function is in `seen` are left out; the others are added to `seen`.
     """
     if function.fn in seen:
         return

@@ -1,4 +1,4 @@
-"""Facts about the kernels of a cubin, from the sections of the ELF file, as CUDA's driver reads them."""
+"""Facts about the kernels of a cubin, read from the sections of the ELF file as CUDA's driver does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 
 _PARAMETER = 0x17  # EIATTR_KPARAM_INFO
-_WITH_VALUE = 0x04  # EIFMT_SVAL: the attribute's value follows, with its size
+_WITH_VALUE = 0x04  # EIFMT_SVAL: the value follows, after its size
 
 
 def parameters(cubin: bytes, function: str) -> list[tuple[int, int]] | None:
@@ -24,7 +24,7 @@ def parameters(cubin: bytes, function: str) -> list[tuple[int, int]] | None:
 
 def static_shared(cubin: bytes, function: str) -> int:
     """Bytes of static shared memory of `function`."""
-    header = _header(cubin, f".nv.shared.{function}")  # has no data in the file
+    header = _header(cubin, f".nv.shared.{function}")  # the section has a size, but no data in the file
     return 0 if header is None else header[5]
 
 

@@ -29,9 +29,9 @@ from tricomm.kernels.launch.compiler import Compile, compile_kernel, takes_count
 _SCRATCH = 2
 _WORD = (1 << 64) - 1
 _MOST_STATIC_SHARED = 48 * 1024
-_MOST_STREAMS = 64  # of a kernel whose calls of the driver are kept
-# CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED: results of a launch in another device's context,
-# or in a thread that has used no device yet.
+_MOST_STREAMS = 64  # per kernel, for which prepared driver calls are kept
+# CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED: errors of a launch in another device's context, or
+# in a thread that has used no device yet.
 _NOT_THIS_CONTEXT = (201, 400, 709)
 _compiling = threading.Lock()
 _compiled: dict[tuple[Any, ...], Any] = {}  # by variant
@@ -40,13 +40,13 @@ _loading: dict[tuple[Any, ...], threading.Lock] = {}  # likewise
 
 
 class Device(Protocol):
-    """A GPU as this process sees it: through torch, or in tests and measurements through a stand-in."""
+    """A GPU: `TorchDevice`, or a fake in tests and measurements."""
 
     capability: int
 
     @property
     def bindings(self) -> Any:
-        """The module `cuda.bindings.driver`, or a stand-in."""
+        """The module `cuda.bindings.driver`, or a fake."""
 
     @property
     def name(self) -> str:
@@ -103,10 +103,10 @@ def make_launcher(
     `group` (`layout.group_argument`) and `more`, the last arguments, are the same in every launch. All others belong to
     one launch alone: the driver has copied them, also into a graph, when `run` returns.
 
-    `run.repeat(count, facts)` gives `again(addresses, number, stream)`, which launches the call `number << 32 | facts`
-    over `count` elements, with the addresses of x and y, on the current `stream`; everything else stays as prepared.
-    `run.with_operands(count, facts, operands)` gives the same for a kernel with an epilogue: the addresses of x and y
-    are followed by the tensors' among `operands`, whose numbers stay.
+    `run.repeat(count, facts)` returns `again(addresses, number, stream)`, which launches the call `number << 32 |
+    facts` over `count` elements, with the addresses of x and y, on the current `stream`; all other arguments are those
+    of this launcher. `run.with_operands(count, facts, operands)` returns the same for a kernel with an epilogue. Its
+    `addresses` are those of x and y and of the tensors among `operands`; numbers among `operands` are fixed.
 
     Raises `ResourceError` if Triton cannot compile the kernel or the driver refuses it.
     """
@@ -118,7 +118,7 @@ def make_launcher(
     fixed = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (*group, *more)]
     words = (ctypes.c_uint64 * (own + len(fixed) + _SCRATCH))()
     words[own : own + len(fixed)] = fixed
-    before, after = 2 if data else 0, own + len(group)  # the group's parameters follow the two tensors
+    before, after = 2 if data else 0, own + len(group)  # places of the group's parameters: after the two tensors
     order = (*range(before), *range(own, after), *range(before, own), *range(after, len(words)))
     first = ctypes.addressof(words)
     pointers = (ctypes.c_void_p * len(words))(*(first + 8 * place for place in order))
@@ -206,7 +206,7 @@ def make_launcher(
 def driver_call(
     bindings: Any, function: Any, shape: tuple[int, ...], stream: int, parameters: int, dependent: bool
 ) -> Callable[[], Any]:
-    """A call of the driver that launches `function` on `stream`, with its arguments built in advance.
+    """A function that calls the driver to launch `function` on `stream`, with its arguments built in advance.
 
     `shape`: grid and block (three numbers each) and bytes of dynamic shared memory. `dependent`: the kernel may begin
     before the one before it has ended, and waits for that end itself (programmatic dependent launch).
@@ -230,10 +230,11 @@ def _word(value: Any) -> int:
 
 
 def _load(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, device: Device) -> Any:
-    """The driver's function and Triton's compiled kernel, once a process.
+    """The driver's function and Triton's compiled kernel, loaded once per process.
 
-    Devices of one architecture share a compiled kernel. Loading may wait for all work on the device, and that
-    work for a rank on another thread. So no lock is held that another kernel, another device or a loaded kernel needs.
+    Devices of one architecture share a compiled kernel. Loading may wait for all work on the device, and that work may
+    wait for a rank on another thread. So no lock is held here that another kernel, another device or a loaded kernel
+    needs.
     """
     variant = (kernel, constexprs, bits, aligned, device.capability)
     place = (*_variant(*variant), device.name)
@@ -257,10 +258,10 @@ def _load(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bo
 def code_of(
     kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int, by: Compile
 ) -> Any:
-    """The compiled form of a kernel, from now on the one that launches of it in this process take.
+    """The compiled form of a kernel, which all later launches of it in this process use.
 
-    Made `by` that function if the process has none. Raises `ResourceError` if that fails; `InvalidArgument` if Triton
-    does not take a function of rows.
+    Made by calling `by` if the process has none. Raises `ResourceError` if that fails, `InvalidArgument` if Triton
+    cannot compile a user's function of rows.
     """
     variant = _variant(kernel, constexprs, bits, aligned, capability)
     if variant not in _compiled:
@@ -275,14 +276,14 @@ def _variant(kernel: Any, constexprs: dict[str, Any], *more: Any) -> tuple[Any, 
 
 
 def _instead_of(refused: Any, error: str, *variant: Any) -> Any:
-    """The compiled form that takes the place of prebuilt code, which a driver refuses; None for compiled code."""
+    """The compiled form that replaces prebuilt code that a driver refuses; None if `refused` was compiled here."""
     instead = getattr(refused, "instead", None)
     if instead is None:
         return None
     place = _variant(*variant)
     with _compiling:
         if _compiled.get(place, refused) is refused:  # not yet replaced for another device
-            _compiled.pop(place, None)  # also if nothing replaces it
+            _compiled.pop(place, None)  # even if compiling fails
             _compiled[place] = _compile(partial(instead, error), *variant)
         return _compiled[place]
 
@@ -294,10 +295,10 @@ def _compile(by: Compile, kernel: Any, *variant: Any) -> Any:
         raise
     except Exception as error:  # whatever a compiler may raise
         inner: BaseException = error
-        while isinstance(inner.__cause__, triton.CompilationError):  # of a function that the kernel calls
+        while isinstance(inner.__cause__, triton.CompilationError):  # the error in a function that the kernel calls
             inner = inner.__cause__
         text = f"Triton cannot compile {kernel.fn.__name__} for sm_{variant[-1]}: {type(inner).__name__}: {inner}"
-        if takes_operands(kernel) and isinstance(error, triton.CompilationError):  # in a user's function: on all ranks
+        if takes_operands(kernel) and isinstance(error, triton.CompilationError):  # a user's function, on all ranks
             raise InvalidArgument(text) from error
         raise ResourceError(text) from error
 
@@ -324,7 +325,8 @@ def _function(compiled: Any, name: str, device: Device) -> Any:
 
 @contextmanager
 def _current(device: Device) -> Iterator[None]:
-    """Inside, the device's context is this thread's current one; afterwards the previous one is restored.
+    """A context manager: the device's context is this thread's current one inside, and the previous one again
+    afterwards.
 
     Not `torch.cuda.set_device`: in a thread that has used no device yet, device 0 counts as the current one already,
     and no context is made current.

@@ -1,8 +1,8 @@
-"""16-byte accesses under the interpreter, which has none: `wide_words.store_wide` and `load_wide`.
+"""16-byte accesses (`wide_words.store_wide` and `load_wide`) under the interpreter, which has none.
 
-A director and observers see one access of 16 bytes, relaxed at `.sys`. In memory it is two of 8, which must look like
-one to other processes: the half with the flag is stored last, with release, and loaded first, with acquire. So a reader
-that sees the flag also sees the other half that was stored with it.
+Directors and observers see one access of 16 bytes, relaxed at `.sys`. In memory it is two accesses of 8 bytes, which
+must look like one to other processes: the half with the flag is stored last, with release, and loaded first, with
+acquire. So a reader that sees the flag also sees the other half that was stored with it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def load(pointer: Any) -> tuple[Any, Any]:
 
 
 def _some(lanes: Array, chosen: Array | None) -> Array:
-    """bool by lane of the tile: those of `lanes` that `chosen` (bool by taken lane) selects."""
+    """bool by lane of the tile: the lanes in `lanes` that `chosen` selects; `chosen` has one bool per lane in
+    `lanes`."""
     some = np.array(lanes)
     if chosen is not None:
         some[lanes] = chosen

@@ -1,4 +1,4 @@
-"""Run Triton kernels on a CPU: the very source that the GPU compiles, whether or not TRITON_INTERPRET is set.
+"""Run Triton kernels on a CPU, from the same source that is compiled for a GPU, whether or not TRITON_INTERPRET is set.
 
 `interpret` runs a launch block after block. The schedule explorer runs the blocks of all ranks as tasks that take
 turns at every access instead: through `programs`, `engage` and `disengage`.
@@ -38,14 +38,14 @@ _GIVEN_AWAY_SECONDS = 2e-4
 _lock = threading.RLock()
 _waiting: set[object] = set()  # one for each thread that waits for the interpreter
 _launched: set[object] = set()  # one for each launch that has begun and not ended: it needs the patches
-# The running block, the timeout of its launch for the interpreter, its `interrupt` and its director.
+# The running block, how long its launch may wait for the interpreter, and its launch's `interrupt` and director.
 _Running = tuple["Program", float, Callable[[], None] | None, Director | None]
 _current: _Running | None = None
 _engaged: Director | None = None
 
 
 class Interrupts:
-    """Ctrl-C during a launch: raised in the kernel's own code, deferred in steps that must be atomic.
+    """Ctrl-C during a launch: raised at once in the kernel's code, later in steps that must be atomic.
 
     Python runs signal handlers only after calls and backward jumps, so setting `raising` is atomic.
     """
@@ -56,24 +56,24 @@ class Interrupts:
         self._before: Any = None
 
     def begin(self) -> None:
-        """Hold back interrupts from here on."""
+        """Defer interrupts from here on."""
         main = threading.current_thread() is threading.main_thread()
         if main and callable(before := signal.getsignal(signal.SIGINT)):
             self._before = before
             signal.signal(signal.SIGINT, self._handle)
 
     def let_through(self) -> None:
-        """From here on raise them, and those that were held back."""
+        """Raise interrupts from here on, also one that was deferred."""
         self.raising = True
         self._hand_on()
 
     def poll(self) -> None:
-        """Raise one that was held back, then hold back again."""
+        """Raise a deferred interrupt, then defer again."""
         self.let_through()
         self.raising = False
 
     def over(self) -> None:
-        """Restore the previous handler, and hand on what it missed. May run again."""
+        """Restore the previous handler, and pass on signals that it missed. May be called again."""
         self.raising = False
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
@@ -91,7 +91,7 @@ class Interrupts:
 
 
 def supported() -> str | None:
-    """None if this Triton's interpreter is one that tricomm was tested on, else the reason why it is refused."""
+    """None if tricomm was tested with this Triton's interpreter, else the reason why it is refused."""
     if not triton.__version__.startswith(tuple(f"{v}." for v in SUPPORTED)):
         return f"Triton {triton.__version__} is not among the tested versions {', '.join(SUPPORTED)}"
     missing = triton_adapter.missing_hooks()
@@ -129,7 +129,7 @@ def interpret(
     Raises `InvalidArgument` for a kernel that the interpreter cannot run; `CollectiveTimeout` if another thread of
     this process holds the interpreter for `timeout` seconds. Errors inside the kernel are raised unchanged.
     """
-    nested = _held()  # by this thread itself: a signal handler runs a kernel in the middle of another one
+    nested = _held()  # by this thread: a signal handler runs a kernel in the middle of another one
     outer = _current if nested else None
     interrupts, launch = Interrupts(), object()
     try:
@@ -160,17 +160,18 @@ def _held() -> bool:
 
 
 def _leave(launch: object, nested: bool, outer: _Running | None) -> None:
-    """Give the interpreter back, if this launch has taken it, or to `outer`, in the middle of which it ran."""
+    """Release the interpreter if this launch has taken it. If the launch was `nested`, continue with `outer`, the block
+    in the middle of which it ran."""
     if nested:
         _resume(outer)
         return
     _launched.discard(launch)
-    # An interrupt may have come while another thread had the interpreter: then its launch restores.
+    # If an interrupt came while another thread had the interpreter, that thread's launch restores the language.
     if not _held() and not _lock.acquire(blocking=False):
         return
     if not _launched:
         triton_adapter.restore()
-    _resume(None)  # it would keep the tensors of a launch alive
+    _resume(None)  # otherwise it would keep the tensors of a launch alive
     while _held():
         _lock.release()
 
@@ -184,8 +185,9 @@ def _resume(running: _Running | None) -> None:
 
 
 def _give_way() -> bool:
-    """In a block that polls and has seen nothing new: give the interpreter to a thread that waits for it, and take it
-    again; False if there is no such thread. Raises `CollectiveTimeout` if it does not come back."""
+    """Called in a block that polls and has seen nothing new: give the interpreter to a thread that waits for it, and
+    take it again. False if no thread waits. Raises `CollectiveTimeout` if the other thread does not release it in
+    time."""
     mine = _current
     if not _waiting or mine is None or not _held():
         return False
@@ -202,7 +204,7 @@ triton_adapter.give_way = _give_way
 
 @dataclass(frozen=True)
 class Program:
-    """One block of a launch: `select` makes it the current one, calling it runs it to its end."""
+    """One block of a launch. `select` makes it the current one; calling it runs it to its end."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -210,7 +212,7 @@ class Program:
     values: dict[str, Any]
 
     def select(self) -> None:
-        """From here on `tl.program_id` means this block. Call it after every switch, if blocks take turns."""
+        """Make `tl.program_id` return this block's index. If blocks take turns, call it after every switch."""
         triton_adapter.select(self.grid, self.index)
 
     def __call__(self) -> None:
@@ -226,7 +228,7 @@ class Program:
 
 
 def programs(kernel: Any, grid: Sequence[int], args: Sequence[Any], constexprs: dict[str, Any]) -> list[Program]:
-    """The blocks of a launch, x slowest. Raises `InvalidArgument` if the arguments do not fit the kernel."""
+    """The blocks of a launch; x varies slowest. Raises `InvalidArgument` if the arguments do not fit the kernel."""
     values = check(kernel, args, constexprs)
     nx, ny, nz = (*grid, 1, 1)[:3]
     indices = [(x, y, z) for x in range(nx) for y in range(ny) for z in range(nz)]
@@ -254,7 +256,7 @@ def disengage() -> None:
 
 
 def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[str, Any]:
-    """The kernel's arguments by name, as the interpreter wants them; raises `InvalidArgument` if they do not fit."""
+    """The kernel's arguments by name, in the interpreter's form; raises `InvalidArgument` if they do not fit."""
     reason = supported()
     if reason is not None:
         raise InvalidArgument(f"the interpreter is not available: {reason}")
@@ -288,7 +290,7 @@ def _take_lock(name: str, timeout: float, meanwhile: Callable[[], None]) -> None
 
 
 def _after_fork() -> None:
-    """In a child: another thread of the parent may have been interpreting; here no thread is."""
+    """Called in a forked child: a thread of the parent may have held the interpreter; no thread of the child does."""
     global _lock, _engaged
     _lock, triton_adapter.interrupt = threading.RLock(), None
     _engaged = triton_adapter.director = None

@@ -14,8 +14,8 @@ from tricomm.kernels.launch.cuda_launcher import make_launcher, torch_device
 from tricomm.kernels.specialization import specialized
 
 GroupArgument = tuple[Any, ...]  # `layout.group_argument`
-# The arguments of one call besides its two tensors, a tuple for each parameter: the numbers of uneven rows to each rank
-# and from it, or the operands of an epilogue. Empty if the kernel takes neither.
+# The arguments of one call other than its two tensors, a tuple for each parameter: the numbers of uneven rows to and
+# from each rank, or the operands of an epilogue. Empty if the kernel takes neither.
 Rows = tuple[tuple[Any, ...], ...]
 
 
@@ -69,7 +69,7 @@ def bind(
     kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
     more: Sequence[int | torch.Tensor], group: GroupArgument, timeout: float = 600.0,
 ) -> BoundKernel:  # fmt: skip
-    """One of our kernels over `group` (`layout.group_argument`).
+    """Bind one of our kernels to `group` (`layout.group_argument`).
 
     `bits` is the width of the integers that the kernel moves (None if it takes no tensors), `aligned` whether the
     addresses of x and y are multiples of 16, `more` the values of the kernel's `compiler.extras`. On a GPU it is
@@ -119,7 +119,7 @@ def programs(kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, 
 def _compiled(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any], device: torch.device
 ) -> None:
-    with torch.cuda.device(device):  # Triton launches on the current device, whatever the tensors say
+    with torch.cuda.device(device):  # Triton launches on the current device, not on that of the tensors
         kernel[grid](*args, **options)
 
 

@@ -1,4 +1,4 @@
-"""A kernel's accesses to memory under the interpreter, and the interfaces to watch or to control them."""
+"""A kernel's accesses to memory under the interpreter, and the interfaces that observe or control them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Access:
     itemsize    bytes of an element
     sem         None for a plain access, else "relaxed", "acquire", "release" or "acq_rel"; a volatile load is relaxed
     scope       None for a plain access, else "cta", "gpu" or "sys"
-    perform     performs it, for all elements or for those that a bool [n] selects; returns the old values, or None
+    perform     function that performs it, for all elements or for those that a bool [n] selects; returns the old
+                values, or None
     """
 
     kind: str
@@ -44,16 +45,16 @@ class Access:
 
 
 class Director(Protocol):
-    """Controls every access of the kernels while it is engaged: when it happens, and whether."""
+    """While it is engaged, decides for every access of the kernels whether and when it happens."""
 
     def access(self, access: Access) -> None:
-        """Call `access.perform` at some time; for a load, rmw or cas before this returns."""
+        """Call `access.perform` now or later; for a load, rmw or cas before returning."""
 
     def barrier(self) -> None:
         """The current block has reached a `tl.debug_barrier()`."""
 
     def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
-        """The current block compares, or masks what it compared; `relation` is one of == != < <= > >= &."""
+        """The current block compares two values, or masks a value with &; `relation` is one of == != < <= > >= &."""
 
 
 class Observer(Protocol):

@@ -1,4 +1,4 @@
-"""bf16, minimum, maximum and the bits of a NaN as a GPU has them, in numpy, because Triton's interpreter differs."""
+"""In numpy: bf16, minimum, maximum and the bits of a NaN as on a GPU, because Triton's interpreter differs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# A GPU's arithmetic keeps no NaN's payload; x86 keeps the first operand's, so that a + b and b + a differ.
+# Arithmetic on a GPU does not keep the payload of a NaN; x86 keeps the first operand's, so a + b and b + a differ.
 _NANS: dict[np.dtype[Any], Any] = {
     np.dtype(np.float16): np.uint16(0x7FFF).view(np.float16),
     np.dtype(np.float32): np.uint32(0x7FFFFFFF).view(np.float32),
@@ -44,7 +44,7 @@ def minimum(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
 
 
 def maximum(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    """The larger one, as `minimum`."""
+    """The larger one; a NaN if there is one, and +0 is more than -0."""
     result: NDArray[Any] = np.maximum(a, b)
     if result.dtype.kind != "f":
         return result

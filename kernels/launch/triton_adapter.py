@@ -1,4 +1,4 @@
-"""The code that depends on private names of Triton's interpreter, besides `triton_shortcuts` and `interpreted_wide`.
+"""The code that depends on private names of Triton's interpreter; more is in `triton_shortcuts` and `interpreted_wide`.
 
 The language is patched from a list that is made once (`patch`, `restore`), because a new one for each launch would
 dominate a small call's time. Kernels become plain Python (`python`), and every access of a kernel calls `_accessed`,
@@ -26,12 +26,12 @@ from tricomm.kernels.launch import triton_shortcuts
 from tricomm.kernels.launch.memory_access import Access, Array, Director, Observer, perform_at_once
 from tricomm.kernels.launch.numpy_rounding import canonical, maximum, minimum, round_to_bf16, widen_bf16
 
-# With TRITON_INTERPRET set, @triton.jit gives these for users' kernels, ours, and the functions of tl.
+# With TRITON_INTERPRET set, @triton.jit returns these for users' kernels, for ours, and for functions of tl.
 _JITTED = (JITFunction, *([_triton.InterpretedFunction] if hasattr(_triton, "InterpretedFunction") else []))
 
 director: Director | None = None
 give_way: Callable[[], bool] | None = None  # set by the interpreter: lets another thread's kernel run
-interrupt: Callable[[], None] | None = None  # set by the interpreter: what it raises ends the running kernel
+interrupt: Callable[[], None] | None = None  # set by the interpreter: an error that it raises ends the running kernel
 observers: list[Observer] = []
 substitutes: dict[Any, Callable[..., Any]] = {}
 patches: list[tuple[Any, str, Any, Any]] = []
@@ -40,7 +40,7 @@ _plain: dict[Any, tuple[Callable[..., Any], int]] = {}
 _compilable: dict[Any, JITFunction[Any]] = {}
 _MISSING = object()
 
-# Hooked or corrected: on the builder of every supported version, unless named in _LATER.
+# Methods that are hooked or corrected. The builder of every supported version has them, unless named in _LATER.
 _SEMANTICS = {"RELAXED": "relaxed", "ACQUIRE": "acquire", "RELEASE": "release", "ACQUIRE_RELEASE": "acq_rel"}
 _SCOPES = {"CTA": "cta", "GPU": "gpu", "SYSTEM": "sys"}
 _HOOKED = (
@@ -102,13 +102,13 @@ def implicit(value: Any) -> Any:
 
 
 def select(grid: tuple[int, int, int], index: tuple[int, int, int]) -> None:
-    """From here on `tl.program_id` means block `index` of a launch over `grid`."""
+    """Make `tl.program_id` return `index`, of a launch over `grid`."""
     _triton.interpreter_builder.set_grid_dim(*grid)
     _triton.interpreter_builder.set_grid_idx(*index)
 
 
 def refresh() -> None:
-    """Let the modules of kernels be read again, because they may have changed."""
+    """Read the modules of kernels again, because they may have changed."""
     global _launches
     _launches += 1
 
@@ -220,7 +220,7 @@ def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _index(self: Any) -> int:
-    return int(self.handle.data.reshape(-1)[0])  # 3.6 asks numpy for a scalar of a 1-element array, which 2.x refuses
+    return int(self.handle.data.reshape(-1)[0])  # 3.6 converts a 1-element array to a scalar, which numpy 2 refuses
 
 
 def _cast(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -283,7 +283,7 @@ def _accessed(
 
 
 def _decided(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Calls `interrupt` at each branch and loop iteration, because a loop that waits for a peer may never end."""
+    """Call `interrupt` at each branch and loop iteration, because a loop that waits for a peer may never end."""
 
     def decided(self: Any) -> bool:
         if interrupt is not None:

@@ -17,7 +17,7 @@ from triton.runtime import interpreter as _triton
 
 Change = tuple[Any, str, Any, Any]
 _MOST_CONSTANTS = 4096
-# The code of the wrapper by `tl.core.builtin`, which looks for `_semantic` and passes everything on.
+# The code of the wrapper that `tl.core.builtin` makes; it checks for `_semantic` and passes all arguments on.
 _BUILTIN = tl.core.builtin(lambda: None).__code__
 
 
@@ -25,7 +25,7 @@ def changes() -> list[Change]:
     """(owner, attribute, present value, value during a launch) of each change."""
     builder = _triton.interpreter_builder
     semantic = type(_triton.interpreter_semantic)
-    # The check of integers for overflow costs eight operations, and without `debug` its outcome is not used.
+    # The overflow check of integers costs eight operations, and its result is used only with `debug`.
     unchecked = replace(builder.options, sanitize_overflow=builder.options.debug)
     shortcuts = (
         (_triton, "_get_np_dtype", _np_dtype),
@@ -35,7 +35,7 @@ def changes() -> list[Change]:
         (semantic, "binary_op_type_checking_impl", _operands),
     )
     known = [(owner, name, vars(owner)[name], short) for owner, name, short in shortcuts if name in vars(owner)]
-    # Jitted functions that are methods of a tensor, such as x.sum(0): only the compiler passes them the tensor.
+    # Jitted functions that are methods of a tensor, such as x.sum(0). Only the compiler passes the tensor to them.
     methods = [(name, own) for name, own in vars(tl.core.tensor).items() if hasattr(own, "fn")]
     return [
         *((tl.core.tensor, name, own, partialmethod(own)) for name, own in methods),
@@ -45,7 +45,7 @@ def changes() -> list[Change]:
 
 
 def direct(operation: Any) -> Any:
-    """The interpreter's form of an operation of the language, without its two wrappers."""
+    """The interpreter's implementation of an operation of the language, without its two wrappers."""
     inner: Any = (getattr(operation, "__kwdefaults__", None) or {}).get("member")
     if getattr(inner, "__code__", None) is not _BUILTIN:
         return operation
