@@ -131,8 +131,7 @@ def look(group, spins, late, PTX: tl.constexpr):
 def signal(pointer, value, mask, RELEASE: tl.constexpr, PTX: tl.constexpr):
     """Store `value` (int64) in the peers' words at `pointer` (int64* tile), release or relaxed, at `.sys` scope.
 
-    Release publishes earlier accesses of this thread; after a `tl.debug_barrier()` also of the other threads. Pairs
-    with `acquire` on the peer; `set_flag` is the form for a kernel's own flags.
+    Release publishes accesses of this thread; after a `tl.debug_barrier()`, of the block. Pairs with `acquire`.
     """
     if PTX:
         asm: tl.constexpr = _RELEASE if RELEASE else _RELAXED
@@ -318,8 +317,8 @@ def barrier(
 
     The first block barrier orders all threads' accesses before the releasing stores; the second holds all threads back
     until the acquiring lanes have seen the flags. ALIASES: also accesses by other addresses of the same bytes, through
-    an alias fence (`multimem`). It waits as a system fence does, so the acquiring threads issue it, when no store of
-    this block is in flight.
+    an alias fence (`multimem`). It waits like a system fence, so the acquiring threads issue it when no store of this
+    block is in flight.
     """
     tl.debug_barrier()
     send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)
@@ -366,7 +365,7 @@ def running(epoch, call):
 
 @triton.jit
 def enter(group, call):
-    """Begin a launch: returns its first epoch. Reports another running launch now, because neither might ever end."""
+    """Begin a launch: returns its first epoch. Reports another running launch, because neither may ever end."""
     # Not the lanes of `finish`: the compiler would keep their addresses in registers through the whole kernel.
     epoch, seen = read_epoch(group, 2 * MAX_BLOCKS)
     if tl.program_id(0) == 0:

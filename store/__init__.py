@@ -1,1 +1,1 @@
-"""Meeting and sharing: rendezvous, handle exchange, control page, shared memory. Knows nothing of kernels."""
+"""Rendezvous, exchange of handles, control page, shared memory. Nothing here depends on kernels."""

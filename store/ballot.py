@@ -1,7 +1,7 @@
-"""A vote of processes with one outcome: the first vote counts, whatever happens to its voter, and all can read it.
+"""A vote of several processes with one outcome: the first vote counts, even if its voter dies, and all can read it.
 
-The votes are seals of a memfd. The kernel adds seals in one step, and refuses them after F_SEAL_SEAL: so the outcome
-depends on no order of stores and loads, on no clock, and on no process that still runs.
+The votes are seals of a memfd. The kernel adds seals atomically, and refuses more after F_SEAL_SEAL. So the outcome
+depends neither on the order of stores and loads, nor on a clock, nor on a running process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _YES, _NO = fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK
 
 
 class Ballot:
-    """One process's access to a vote, until `close`."""
+    """A process's access to a vote, until `close`."""
 
     def __init__(self) -> None:
-        """Nothing yet: see `make` and `take`."""
+        """Opens nothing: see `make` and `take`."""
         self._fds = OwnedDescriptors()  # the last one counts
 
     def __del__(self) -> None:
@@ -35,8 +35,8 @@ class Ballot:
             raise ResourceError(f"no descriptor for the vote of the ranks: {error.strerror}") from error
 
     def take(self, descriptors: list[int]) -> None:
-        """Take part in the vote whose descriptor is the last of `descriptors`, which is taken out of the list, instead
-        of the one that `make` began."""
+        """Take part in the vote whose descriptor is the last of `descriptors`, instead of the vote that `make` began.
+        Removes the descriptor from the list."""
         self._fds.append(descriptors.pop())
 
     @property
@@ -45,7 +45,7 @@ class Ballot:
         return self._fds[-1]
 
     def vote(self, yes: bool) -> bool:
-        """Vote unless there is a vote already; returns the outcome."""
+        """Vote, unless a process has voted already; returns the outcome."""
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, (_YES if yes else _NO) | fcntl.F_SEAL_SEAL)
         except PermissionError:  # sealed: not the first
@@ -58,6 +58,6 @@ class Ballot:
         return bool(self._fds) and bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & _YES)
 
     def close(self) -> None:
-        """Idempotent; the others can go on to vote."""
+        """Idempotent; other processes can still vote."""
         while self._fds:
             os.close(self._fds.pop())

@@ -49,14 +49,15 @@ class BoundedThread:
         self._jobs.put(None)
 
     def run(self, action: Callable[[], _T], what: str, seconds: float) -> _T:
-        """The result of `action`. Raises what it raises, and `RendezvousError` that names `what` after `seconds`."""
+        """The result of `action`. Raises the errors of `action`, and after `seconds` a `RendezvousError` that names
+        `what`."""
         if self.stuck is not None:
             raise RendezvousError(f"{what}: the store still does not answer {self.stuck}")
         job = self.start(action)
         try:
             return job.result(max(seconds, 0.0))
         except futures.TimeoutError:
-            if job.done():  # the action's own TimeoutError, or it has just ended
+            if job.done():  # a TimeoutError of the action, or it has just ended
                 return job.result()
         self.stuck = what
         self._jobs.put(None)  # ends the thread if the action ever returns
@@ -112,7 +113,8 @@ class BoundedStore:
     def present(self, keys: Mapping[int, str], each: bool = False) -> list[tuple[int, bytes]]:
         """The values of `keys` that exist and are not empty, by rank, for a caller that polls.
 
-        It is one request until all of them exist. Some may exist before, so each is read every 50 ms, or if `each`.
+        Asks for all keys in one request until all exist. Reads the keys one by one every 50 ms, or if `each`, because
+        some may exist before the others.
         """
         now = time.monotonic()
         found: list[tuple[int, bytes | None]] = []
@@ -128,11 +130,12 @@ class BoundedStore:
         return self._call("add", key, lambda: int(self._store.add(key, amount)))
 
     def check(self, *keys: str) -> bool:
-        """True if all of the keys exist."""
+        """True if all these keys exist."""
         return bool(self._call("check", keys[0], lambda: self._store.check(list(keys))))
 
     def read(self, key: str) -> bytes | None:
-        """The value of the key, or None if it does not exist; never waits for it, not even if it is just deleted."""
+        """The value of the key, or None if it does not exist. Never waits for the key, even if it is deleted
+        meanwhile."""
 
         def action() -> bytes | None:
             try:
@@ -174,7 +177,7 @@ class BoundedStore:
         return self._thread.stuck is None
 
     def extend(self, seconds: float) -> None:
-        """Allow calls for `seconds` from now on, if less was left."""
+        """Set the limit to `seconds` from now, if it is earlier."""
         self._deadline.extend(seconds)
 
     def close(self) -> None:
@@ -191,7 +194,7 @@ class BoundedStore:
             except Exception as error:
                 return [], error
 
-        # The store's errors are returned as values, so that a signal handler's error is not taken for one of them.
+        # Errors of the store are returned as values, to tell them from an error that a signal handler raises.
         result, error = self._thread.run(attempt, what, self._deadline.left)
         if error is not None:
             waited = time.monotonic() - began
@@ -200,8 +203,8 @@ class BoundedStore:
 
 
 def server_is_gone(store: Any) -> bool:
-    """Whether the server of a TCPStore has closed this process's connections to it. A call of such a store would fail,
-    and torch would print a stack trace, although nothing is wrong: the rank that serves it may end first.
+    """Whether the server of a TCPStore has closed this process's connections. A call would then fail, and torch would
+    print a stack trace, although it is no fault if the rank that hosts the store ends first.
 
     This only looks at the connections: a new one that sends nothing blocks torch's server.
     """

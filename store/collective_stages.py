@@ -32,23 +32,23 @@ class CollectiveStages:
         return results[0]
 
     def gather(self, stage: str, action: Callable[[], bytes]) -> list[bytes]:
-        """Run `action`, which gives this rank's record (1024 bytes at most), and return all ranks' records if it
-        succeeds on all of them; otherwise raise the same error on all.
+        """Run `action`, which returns this rank's record (1024 bytes at most). Returns all ranks' records if it
+        succeeds on all ranks; otherwise raises the same error on all.
 
-        The other ranks see an error that is not tricomm's own as a `ResourceError`. So does this rank if the system or
-        torch raised it; any other error (a signal handler's) is raised here unchanged.
+        An error that is not a `TricommError` is a `ResourceError` on the other ranks, and on this rank if the system or
+        torch raised it. Any other error (of a signal handler) is raised here unchanged.
         """
         what = f"{self._name}: {stage}"
         try:
             mine = action()
         except Exception as error:
-            # The peers wait in the exchange: every kind of error has to reach them.
+            # The peers wait in the exchange, so they must be told every kind of error.
             known = error if isinstance(error, TricommError) else ResourceError(f"{type(error).__name__}: {error}")
             try:
                 if isinstance(error, _EXPECTED):
                     self.control.agree(known, what, self.deadline.left)
                     raise known from error
-                with suppress(TricommError):  # raised on the others; this rank raises a signal handler's error itself
+                with suppress(TricommError):  # raised on the other ranks; here the handler's is raised
                     self.control.agree(known, what, self.deadline.left)
                 raise
             finally:

@@ -1,7 +1,7 @@
-"""The group's control page: how ranks see each other without a store, a socket or a collective.
+"""The group's control pages: the ranks' shared state, read without a store, a socket or a collective.
 
-Each rank has one segment that it alone writes and all others map read-only (`tricomm.store.page`): its identity, its
-state, its last calls, and the reason if it has aborted. It works for as long as memory does.
+Each rank has one segment that only it writes and all others map read-only (`tricomm.store.page`): its identity, its
+state, its last calls, and the reason if it has aborted.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _DONE, _FAILED = b"\0", b"\1"  # the first byte of a message in an exchange
 
 @dataclass(frozen=True)
 class RankSegment:
-    """One rank: its control segment as mapped here, and its process, by its own account. `watched` watches the process;
-    None: it is in this PID namespace, and the page watches it."""
+    """One rank: its control segment as mapped here, and its process as it has introduced itself. `watched` watches the
+    process; None: the process is in this PID namespace, and `ControlPage` watches it."""
 
     segment: Segment
     pid: int
@@ -53,7 +53,7 @@ class RankSegment:
 
 
 class Host:
-    """The environment of a control page: that of ranks that are processes or threads of this machine; a simulation
+    """The environment of a control page, for ranks that are processes or threads of this machine; a simulation
     overrides it."""
 
     def monotonic(self) -> float:
@@ -66,14 +66,15 @@ class Host:
         return member.watched or process.watch(member.pid, member.start_time)
 
     def changed(self) -> None:
-        """Called when this rank's page has changed; peers that share its memory need no notice."""
+        """Called when this rank's page has changed. Does nothing, because peers that share its memory see the
+        change."""
 
 
 class ControlPage:
     """All ranks' control pages. Takes over the segments of `members` (one per rank) and closes them with itself.
 
-    `group` is a short name for messages. `host` is this machine by default. `slots`, for ranks that share no memory,
-    opens the slots of one exchange, which takes that number of seconds at most; `peers` is then empty. Methods raise
+    `group` is a short name for messages. `host` is this machine by default. `slots`, for ranks that share no memory, is
+    called with a limit in seconds and opens the slots of one exchange; `peers` is then empty. Methods raise
     `GroupAborted` after `close` and in a forked child, `InvalidArgument` for a rank outside the group.
     """
 
@@ -96,10 +97,10 @@ class ControlPage:
         self._watched = () if slots else tuple(self._host.watch(r, member) for r, member in enumerate(members))
         self._owner, self._forks = os.getpid(), process.forks()
         self._step = 0
-        self._lock = threading.RLock()  # a signal handler may raise a fault while this thread does
+        self._lock = threading.RLock()  # reentrant, because a signal handler may raise a fault while this thread does
         self._exchanging = threading.Lock()
-        self.doing: Callable[[int], str] = _nothing  # what may be keeping a rank from an exchange
-        self.limit: Deadline | None = None  # of all exchanges, while the ranks set up a smaller group
+        self.doing: Callable[[int], str] = _nothing  # why a rank may be late in an exchange, in words
+        self.limit: Deadline | None = None  # limits all exchanges while the ranks set up a smaller group
         self.device_words = self._pages[rank].device_address
         self.host_words = HostWords(members[rank].segment.buffer, self.device_words)
 
@@ -118,7 +119,7 @@ class ControlPage:
         return bool(watched) and watched[rank].stopped()
 
     def cpu_ticks(self, rank: int) -> int:
-        """As `Watched.cpu_ticks`, of the rank's process."""
+        """`Watched.cpu_ticks` of the rank's process."""
         watched = self._watched
         self._check(rank)
         return watched[rank].cpu_ticks() if watched else 0
@@ -138,14 +139,16 @@ class ControlPage:
         self._host.changed()
 
     def announcer(self) -> Callable[[int, PackedDescriptor], None]:
-        """announce(sequence, packed) publishes this rank's call number `sequence`; the last 8 stay readable.
+        """A function announce(sequence, packed), which publishes this rank's call number `sequence`; the last 8 stay
+        readable.
 
-        For use in this process, and before `close`: it checks nothing, because every collective calls it.
+        It checks nothing, because every collective calls it: do not use it after `close` or in a forked child.
         """
         return self.own().announcer()
 
     def raise_fault(self, fault: Fault) -> None:
-        """Publish why this rank aborts the group. The first fault stays; its text is cut to the page's room for it."""
+        """Publish why this rank aborts the group. A later fault does not replace the first; its text is cut to fit the
+        page."""
         with self._lock:
             self.own().put_fault(fault)
             self._host.changed()
@@ -158,16 +161,16 @@ class ControlPage:
         abort_on_fault: bool = False,
         error: BaseException | None = None,
     ) -> list[bytes]:
-        """Every rank's `payload` (at most 1024 bytes), in rank order, if no rank brought an `error`; otherwise raises
-        the same error on every rank. All ranks call it in the same order.
+        """Returns every rank's `payload` (at most 1024 bytes), in rank order, if no rank passed an `error`; otherwise
+        raises the same error on every rank. All ranks call it in the same order.
 
-        The class of that error is the lowest failed rank's if it is one of tricomm's, else `TricommError`; its text
-        names the ranks that failed, and their reasons.
+        The class of that error is that of the lowest failed rank's error, or `TricommError` if tricomm does not define
+        it; its text names the ranks that failed, and their reasons.
 
         Also raises within `timeout` seconds: `PeerDied` if a rank that is missing in this exchange has ended or closed
-        the group (if it has left a fault: an error of that class and text), `CollectiveTimeout` that names the missing
-        ranks, `CollectiveMismatch` if a rank is at another exchange than `what`, `GroupAborted` if a rank has left the
-        exchange without this one. With `abort_on_fault` also `GroupAborted` if a missing rank has aborted the group,
+        the group (or its fault, if it has published one), `CollectiveTimeout` that names the missing ranks,
+        `CollectiveMismatch` if a rank is at another exchange than `what`, `GroupAborted` if a rank has left the
+        exchange without this rank. With `abort_on_fault` also `GroupAborted` if a missing rank has aborted the group,
         and `CollectiveMismatch` if it is in a call that this rank has not made.
         """
         if len(payload) > MESSAGE_BYTES:
@@ -188,13 +191,13 @@ class ControlPage:
         return [answer[1:] for answer in answers]
 
     def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None:
-        """Return if every rank brought None; otherwise raises as `exchange` does."""
+        """Return if every rank passed None as `error`; otherwise raises as `exchange` does."""
         self.exchange(b"", what, timeout, abort_on_fault, error)
 
     def require_equal(
         self, value: str, what: str, timeout: float, abort_on_fault: bool = False, error: BaseException | None = None
     ) -> None:
-        """Return if every rank brought the same `value`; otherwise raise the same `InvalidArgument` on every rank.
+        """Return if every rank passed the same `value`; otherwise raise the same `InvalidArgument` on every rank.
 
         Its text has rank 0's value and the value of the lowest rank that differs. Also raises as `exchange` does.
         """
@@ -207,8 +210,8 @@ class ControlPage:
                 raise InvalidArgument(f"{what}: rank 0 has {first}, rank {rank} has {other}; give all ranks the same")
 
     def give_up_if_refused(self) -> None:
-        """Raise an error of the same class if another rank has already entered the next exchange with an error, or has
-        left. That exchange is then the end of this stage of a set-up."""
+        """Called by a rank that waits inside a stage of a set-up: if another rank has already entered the exchange that
+        ends the stage with an error, or has left, raise an error of the same class."""
         for rank, theirs in PageSlots(self.page, self.rank).posted(self.peers, self._step + 1):
             if theirs.step == self._step + 1 and theirs.payload[:1] == _FAILED:
                 raise error_kind(theirs.payload[1:])(
@@ -219,8 +222,8 @@ class ControlPage:
                 raise error_kind(fault.kind.encode())(fault.text)
 
     def take_place(self, before: ControlPage) -> None:
-        """Move this rank's words to the address of the words of `before`, which captured graphs read. `before` has the
-        same words from then on. Raises as `HostWords.follow`; then it can be called again."""
+        """Map this rank's words at the address of the words of `before`, because captured graphs read that address.
+        `before` then has the same words. Raises as `HostWords.follow`; it can be called again."""
         self.host_words = before.host_words.follow(self.device_words)
         self.device_words = self.host_words.address
 
@@ -233,7 +236,8 @@ class ControlPage:
         if pages and os.getpid() == self._owner:
             pages[self.rank].state = RankState.CLOSED
             self._host.changed()
-        # After the peers have been told: in one process this may wait for their kernels, which wait for this rank's.
+        # Only after the peers have been told: in one process this may wait for their kernels, which wait for this
+        # rank's kernels.
         self.host_words.close()
         self._members, self._pages = (), ()
         self.doing = _nothing  # breaks the cycle of group and page, which would keep memory alive
@@ -242,7 +246,7 @@ class ControlPage:
         self.unwatch()
 
     def unwatch(self) -> None:
-        """Drop the peers' pidfds and nothing else: for a failed handshake, which releases the rest itself."""
+        """Drop only the peers' pidfds: for a failed handshake, which releases everything else."""
         self._watched = ()
 
     def _gather(self, slots: Slots, mine: ExchangeMessage, timeout: float, abort_on_fault: bool) -> list[bytes]:
@@ -257,7 +261,7 @@ class ControlPage:
         def complete() -> bool:
             nonlocal next_look
             now, gone = self._host.monotonic(), {}
-            if now >= next_look:  # before the slots are read: a message that a rank posted just before its end counts
+            if now >= next_look:  # before the slots are read: what a rank posted before it ended counts
                 gone, next_look = self._gone(arrived), now + _LOOK_SECONDS
             arrived.update(self._from(slots, missing(), mine))
             late = missing()
@@ -279,7 +283,7 @@ class ControlPage:
         return [arrived[rank] for rank in range(self.world_size)]
 
     def _refuse_lost(self) -> None:
-        """Raise this rank's own fault, if it has one; the other ranks' faults cannot be seen."""
+        """Raise this rank's fault, if it has one; faults of other ranks are not visible."""
         fault = self.page(self.rank).fault()
         if fault is not None:
             raise error_kind(fault.kind.encode())(fault.text)
@@ -287,7 +291,7 @@ class ControlPage:
     def _refuse_diverged(self, slots: Slots, missing: list[int], mine: ExchangeMessage) -> None:
         for rank in missing:
             fault, ahead = self.page(rank).fault(), self._ahead(rank)
-            # It may have come since its slot was read, seen every rank there, and be in its next call by now.
+            # Since its slot was read, it may have posted, seen every rank's message, and begun its next call.
             if not (ahead or fault is not None) or self._from(slots, [rank], mine):
                 continue
             if fault is not None:
@@ -300,7 +304,7 @@ class ControlPage:
         return call.text() if call is not None and call.sequence > self.page(self.rank).sequence() else ""
 
     def _from(self, slots: Slots, ranks: list[int], mine: ExchangeMessage) -> dict[int, bytes]:
-        """The payloads of those of `ranks` that have posted theirs."""
+        """By rank, the payloads of the `ranks` that have posted."""
         came = {}
         for rank, theirs in slots.posted(ranks, mine.step):
             if theirs.step > mine.step:
@@ -312,7 +316,7 @@ class ControlPage:
         return came
 
     def _gone(self, arrived: Iterable[int]) -> dict[int, str]:
-        """The missing ranks that will never come, and why."""
+        """The missing ranks that will never post, and why."""
         gone = {}
         for rank in set(range(self.world_size)) - set(arrived):
             if self.page(rank).state == RankState.CLOSED:
@@ -331,7 +335,7 @@ class ControlPage:
         return self._members[rank]
 
     def page(self, rank: int) -> Page:
-        """`rank`'s page; only this rank's own can be written."""
+        """`rank`'s page; only this rank's can be written."""
         pages = self._pages  # read once: another thread may close meanwhile
         self._check(rank)
         return pages[rank]

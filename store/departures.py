@@ -9,9 +9,9 @@
 
     CONNECTED, QUIET   stop no other process
     TOLD               stops every process whose record this one has read
-    TOLD_ALL           stops these, and every process that comes later; that one hears the reason once
+    TOLD_ALL           stops these, and every process that joins later, which gets the reason once
 
-After a QUIET end the other ranks go on waiting, and this one may try again. In a strict set-up they stop as well.
+After a QUIET end the other ranks keep waiting, and this one may try again. In a strict set-up they stop as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEAD = struct.Struct(f"<BiiQ{NONCE_BYTES}s32s512s")
 
 
 class Ending(IntEnum):
-    """How a set-up ends on one rank, in the order of how many processes stop with it."""
+    """How a set-up ends on one rank, ordered by the number of processes that stop with it."""
 
     CONNECTED = 0
     QUIET = 1
@@ -42,7 +42,7 @@ class Ending(IntEnum):
 
 @dataclass(frozen=True)
 class Rules:
-    """How a set-up watches its ranks and tells them of errors; by default as for a group of c10d.
+    """How a set-up watches its ranks and tells them of errors. The defaults are for a c10d group.
 
     strict    see above
     kinds     errors that keep their class on the ranks that are told; others are a `RendezvousError` there
@@ -62,7 +62,8 @@ USUAL = Rules()
 
 
 def ending(error: BaseException, told: bool, agreed: bool, strict: bool) -> Ending:
-    """The row of the table for an error. `told`: another process has told it; `agreed`: the ranks have agreed."""
+    """The ending for an error, from the table above. `told`: another process has told the error; `agreed`: the ranks
+    have agreed."""
     if told:
         return Ending.QUIET
     if agreed or isinstance(error, PeerDied):
@@ -72,8 +73,9 @@ def ending(error: BaseException, told: bool, agreed: bool, strict: bool) -> Endi
 
 @dataclass(frozen=True)
 class Departure:
-    """A process that has left: `nonce` is its own, `known` are the nonces that it has read: one for each rank of its
-    group, in order (`NOBODY` if there was none), and then those of earlier groups. `kind` and `text` are its error."""
+    """A process that has left: `nonce` is its nonce, `known` are the nonces that it has read: one for each rank of its
+    group, in order (`NOBODY` if there was none), followed by nonces of earlier groups. `kind` and `text` are its
+    error."""
 
     ending: Ending
     rank: int
@@ -91,7 +93,8 @@ class Departure:
 
     @classmethod
     def open(cls, sealed: bytes, header: MessageHeader, token: bytes | None) -> Departure:
-        """Pure. Raises `RendezvousError` as `header.open` does, and if it is no departure."""
+        """The departure in `sealed`. Pure. Raises `RendezvousError` as `header.open` does, and if the data are no
+        departure."""
         data = header.open(sealed, token)
         if len(data) < _HEAD.size or data[0] > max(Ending):
             raise RendezvousError(f"rank {header.rank}'s message: bad length or ending")
@@ -100,7 +103,8 @@ class Departure:
         return cls(Ending(end), rank, world_size, pid, nonce, known, text_of(kind), text_of(text))
 
     def stops(self, rank: int, nonce: bytes, earlier: Container[bytes]) -> bool:
-        """Whether it stops the process `nonce` of `rank`; `earlier`: the nonces that processes of that rank knew."""
+        """Whether it stops the process of `rank` that has this `nonce`; `earlier`: nonces of which earlier processes of
+        that rank knew."""
         read = self.known[rank] if rank < min(self.world_size, len(self.known)) else NOBODY
         comes_later = read == NOBODY and self.nonce not in earlier
         return self.ending >= Ending.TOLD and (read == nonce or self.ending == Ending.TOLD_ALL and comes_later)

@@ -1,15 +1,16 @@
-"""File descriptors from rank to rank, in datagrams over Unix sockets (SCM_RIGHTS).
+"""Passes file descriptors between ranks, in datagrams over Unix sockets (SCM_RIGHTS).
 
     rank 0: mkdir 0700 <base>/tricomm-<random>, bind s ──── name, by the Store or the control page ────▶ all ranks
     rank 1: its credentials, checked by the kernel; a sealed record; its descriptors ──── one datagram ────▶ rank 0
 
 A datagram arrives whole or not at all, and there is no connection that a silent process could occupy. No other user
-can enter the directory. A message counts if the kernel says that this user sent it, if its record has the group's nonce
-(and HMAC, with TRICOMM_TOKEN), and if it carries the number of descriptors that the group's ranks send. Any other
-message is counted and dropped, and its descriptors are closed.
+can enter the directory. A message is accepted if the kernel confirms that this user sent it, if its record has the
+group's nonce (and HMAC, with TRICOMM_TOKEN), and if it carries the number of descriptors that the group's ranks send.
+Any other message is counted and dropped, and its descriptors are closed.
 
-A rank removes its directory after the exchange, or the others do if it was killed. If all were killed, or none knew the
-name yet, the next process that makes a socket in the same base removes it: no process holds its lock.
+A rank removes its directory after the exchange; if it was killed, the other ranks do. If all were killed, or none knew
+the name yet, the next process that makes a socket in the same base removes the directory, because no process holds its
+lock.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ _MOST_DESCRIPTORS = 8
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _ROOM = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _LOOK_SECONDS = 5e-4, 0.02, 0.05
-_AT_ONCE = 64  # messages read before the next look at the clock
+_AT_ONCE = 64  # messages that are read before the clock is checked again
 _TRIES = 8
 
 
 @dataclass(frozen=True)
 class Sender:
-    """This rank, as its messages of one exchange identify it. Never printed: the nonce is a secret."""
+    """The sender in the messages of one exchange. Never printed, because the nonce is a secret."""
 
     rank: int
     world_size: int
@@ -72,14 +73,14 @@ class Sender:
 
 
 class DescriptorSocket:
-    """The socket at which other ranks leave descriptors for this one, from `bind` until `close`.
+    """The socket at which this rank receives descriptors of other ranks, from `bind` until `close`.
 
-    The other ranks need only its `name`. `peers`: the names of their sockets, as far as they are known. `refused`
-    counts the rejected messages by reason.
+    The other ranks need only its `name`. `peers` are the names of their sockets that are known. `refused` counts the
+    rejected messages by reason.
     """
 
     def __init__(self) -> None:
-        """Nothing yet: see `bind`."""
+        """Opens nothing: see `bind`."""
         self.name = bytes(NAME_BYTES)
         self.peers: list[bytes] = []
         self.refused: Counter[str] = Counter()
@@ -131,7 +132,7 @@ class DescriptorSocket:
                 _remove(os.path.dirname(_path(self._base, name)))
 
     def _remove(self) -> None:
-        # Remove the name before the socket: a name without a socket means that its process has died.
+        # Remove the name before closing the socket: a name without a socket means that its process has died.
         if self._folder:
             _remove(self._folder)
             self._folder = ""
@@ -152,7 +153,7 @@ class DescriptorSocket:
         `take(rank, descriptors)` is called once for each other rank; descriptors that it leaves in the list are closed.
         `look` is called periodically, and raises if waiting is useless. Raises `Unreachable` if a rank's socket is
         gone, `ResourceError` if a call is refused, `RendezvousError` that names the late ranks when `deadline` has
-        passed, and what `take` and `look` raise.
+        passed, and the errors of `take` and `look`.
         """
         everyone = [rank for rank in range(sender.world_size) if rank != sender.rank]
         if not everyone:
@@ -234,7 +235,7 @@ class DescriptorSocket:
             if not received(rank, held):
                 raise _Refused("again")
         except BlockingIOError:
-            found = False  # after `return` and an interrupt in `finally`, CPython 3.11 never frees the error's frames
+            found = False  # not `return`: an interrupt in `finally` would keep the error's frames (CPython 3.11)
         except OSError as error:
             raise ResourceError(f"no descriptors can be received: {error.strerror}") from error
         except _Refused as refusal:
@@ -246,7 +247,7 @@ class DescriptorSocket:
 
 
 class OwnedDescriptors(list[int]):
-    """Descriptors that are closed with the list at the latest: an interrupt may happen at any line."""
+    """A list that closes the descriptors left in it when it is freed, because an interrupt may happen at any line."""
 
     def __del__(self) -> None:
         while self:
@@ -258,7 +259,7 @@ class Unreachable(ResourceError):
 
 
 class _Refused(Exception):
-    """A message is rejected, for this reason."""
+    """A message is rejected, with the reason."""
 
 
 def base() -> str:
@@ -287,8 +288,8 @@ def base() -> str:
 
 
 def died(name: bytes) -> bool:
-    """True if the process whose socket has this name was killed: the name is there, and the socket is not."""
-    # No `except`: after an interrupt in one, CPython 3.11 may never free the frames of the error.
+    """True if the process whose socket has this name was killed: the name exists, and no socket is bound to it."""
+    # Without `except`: after an interrupt in one, CPython 3.11 may never free the frames of the error.
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
         return probe.connect_ex(_path(base(), name)) == errno.ECONNREFUSED
     return False  # unknown
@@ -314,13 +315,13 @@ _same = hmac.compare_digest
 
 
 def _of_this_user(extra: list[tuple[int, int, bytes]]) -> bool:
-    """Whether this user sent it, by the kernel's account, which translates uids from other user namespaces."""
+    """Whether this user sent the message, according to the kernel, which translates uids from other user namespaces."""
     told = [_CREDENTIALS.unpack(content) for _, kind, content in extra if kind == socket.SCM_CREDENTIALS]
     return [uid for _, uid, _ in told] == [os.geteuid()]
 
 
 def _read(source: socket.socket, held: list[int]) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
-    """The next message; its descriptors are in `held`. Raises `BlockingIOError` if there is none."""
+    """Read the next message; its descriptors are added to `held`. Raises `BlockingIOError` if there is none."""
     messages = _Messages()  # owns a message at once: no interrupt can come inside `extend`
     messages.extend(map(source.recvmsg, (_MESSAGE_BYTES,), (_ROOM,), (socket.MSG_CMSG_CLOEXEC,)))
     data, extra, flags, _ = messages[0]
@@ -329,7 +330,7 @@ def _read(source: socket.socket, held: list[int]) -> tuple[bytes, list[tuple[int
 
 
 class _Messages(list[tuple[bytes, list[tuple[int, int, bytes]], int, object]]):
-    """The result of `recvmsg`. Descriptors that are not handed over are closed with the list."""
+    """A list for the result of `recvmsg`; it closes descriptors that are not handed over when it is freed."""
 
     def hand_over(self, held: list[int]) -> None:
         """Add all descriptors to `held`, which owns them from then on, in one step."""
@@ -343,7 +344,7 @@ class _Messages(list[tuple[bytes, list[tuple[int, int, bytes]], int, object]]):
 
 
 class _UntilReadable:
-    """A clock whose pauses end as soon as the socket has a message."""
+    """A clock whose pauses end when the socket has a message."""
 
     def __init__(self, source: socket.socket) -> None:
         self._poll = select.poll()

@@ -1,7 +1,7 @@
 """Opens files safely in directories that other users may also write to.
 
 Only a regular file of this user is opened (or of root, if a caller allows it): no link, no FIFO and no file of another
-user. A file that is named on the command line is opened as in any other program.
+user. Files named on the command line are opened without these checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _PAUSE_SECONDS = 0.02
 def check_directory(path: str | Path) -> None:
     """Raise `OSError` unless `path` is a directory in which no user but this one and root can replace files.
 
-    The sticky bit is enough, because it leaves files to their owners, and each file is checked when it is opened.
+    The sticky bit is enough: with it only the owner of a file can replace it, and each file is checked when it is
+    opened.
     """
     for status in (os.lstat(path), found := os.stat(path)):  # of a link, both the link and its target
         owned = status.st_uid in (0, os.geteuid()) or process.outside_user(status.st_uid)
@@ -44,11 +45,12 @@ def check_directory(path: str | Path) -> None:
 
 
 def refuse_shared(path: Path, what: str) -> None:
-    """Raises `InvalidArgument` for a directory of `what` in which other users can replace files; none is fine."""
+    """Raises `InvalidArgument` if other users can replace files in the directory `path`, whose purpose is `what`. A
+    directory that does not exist is accepted."""
     try:
         check_directory(path)
     except FileNotFoundError:
-        pass  # made by the first file
+        pass  # it is made with the first file
     except OSError as error:
         raise InvalidArgument(f"{what} in {path}: {error.strerror}") from None
 

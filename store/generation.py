@@ -9,8 +9,8 @@
     ...  tricomm/<name>/<generation>/...  what the group writes
 
 A process overwrites the record of an earlier process of its rank. A rank reads until the digests of all ranks equal
-its own: a rank that wrote an equal digest has read this process's record. How often a rank has tried before does not
-matter, so the ranks meet whatever keys earlier processes left, and at whatever step those ended.
+its own: a rank that wrote an equal digest has read this process's record. So the ranks meet whatever keys earlier
+processes left, at whatever step those ended, and however often a rank has tried.
 
 Until the ranks are connected, `look` tells a rank that a process has ended or that a rank has left.
 """
@@ -47,13 +47,13 @@ M = TypeVar("M", bound=Capabilities | RankRecord)  # a record of a rank's proces
 
 
 class Generation(Generic[M]):
-    """One rank's part in a generation. `name` keeps its keys apart from those of others.
+    """One rank's part in a generation. `name` separates its keys from other groups' keys.
 
     rank, world_size   this rank, and how many there are
     nonce, nonces      of this rank's record; once the ranks have agreed, of all ranks' records
     deadline           the end of the set-up, `timeout` seconds from now
-    members            the ranks' processes, by rank; until the ranks have agreed, those in `known`, so that
-                       a process is noticed that ends before it has written its record
+    members            the ranks' processes, by rank; before the ranks have agreed, also the processes in `known`, so
+                       that the end of one that has not written its record is noticed
     name, store        once the ranks have agreed: the generation's name, and the store for the group's own keys
     """
 
@@ -86,12 +86,12 @@ class Generation(Generic[M]):
         self._agreed: dict[int, bytes] = {}  # the digests that the others have written
         self._digest = b""
         self._gone: dict[int, float] = {}  # rank: when its process was seen to have ended
-        self._noticed: dict[int, bytes] = {}  # the nonces of the ranks that were there then
+        self._noticed: dict[int, bytes] = {}  # the nonces of the ranks that were present then
         self._earlier: set[bytes] = set()  # nonces that an earlier process of this rank knew
         self._old: dict[bytes, str] = {}  # nonces of earlier groups that are still in the store: nonce -> whose it is
         self._before: Departure | None = None  # of this rank's last process
-        self._successor = b""  # the nonce of another process that has taken this rank
-        self._unreadable = False  # another rank's record; then that rank cannot read this one's reason
+        self._successor = b""  # the nonce of a later process that has taken this rank
+        self._unreadable = False  # another rank's record is; then that rank cannot read this one's reason
         self._leaving: bytes | None = None
         self._next_look = 0.0
         self._timed_out = self._told = self._given_up = self._settled = self._left = False
@@ -99,11 +99,11 @@ class Generation(Generic[M]):
     # Agreeing
 
     def agree(self, own: Callable[[], M], check: Callable[[StoreRecord[M]], None] = lambda record: None) -> list[M]:
-        """The processes of all ranks, by rank, once they agree on the generation; each rank calls it.
+        """Agree on the generation; each rank calls it. Returns the processes of all ranks, by rank.
 
-        An error of `own` is raised here, and told to all ranks at once; so is an error of `check`, which is called for
-        each record that is read. Raises `RendezvousError` if a rank is late or is not of this group; also raises as
-        `look` does.
+        `own` makes this rank's record, and `check` is called for each record that is read. Their errors are raised
+        here, and told to all ranks at once. Raises `RendezvousError` if a rank is late or is not of this group; also
+        raises as `look` does.
         """
         self._check = check
         try:
@@ -113,7 +113,7 @@ class Generation(Generic[M]):
                 )
             self._before = self._departure(self.rank)
             self._earlier.update(self._before.known if self._before else ())
-            # If this rank had an earlier process, others that have ended were in its group and not in this one.
+            # If this rank had an earlier process, other processes that have ended were in its group, not in this one.
             replaces = bool(self._calls.read(f"rank/{self.rank}"))
             found = self._read("rank", self._others, each=True)
             mine = self._seen[self.rank] = self._record(own())
@@ -125,7 +125,7 @@ class Generation(Generic[M]):
             self.give_up(error)
             raise
         finally:
-            del self._check  # it may refer to the owner of this object, and keep its memory
+            del self._check  # it may refer to the owner of this object, and keep that alive
         self._release()
         self.name = self._digest[:NONCE_BYTES].hex()
         self.store = PrefixStore(self.name, self._root)
@@ -191,19 +191,19 @@ class Generation(Generic[M]):
         taken = self._before if self._before and self._before.ending == Ending.CONNECTED else None
         if taken and taken.pid != os.getpid() and process.start_time(taken.pid):
             words.append(f"pid {taken.pid}, which was rank {self.rank} before, still runs: is the number taken?")
-            if len(self._seen) == 1:  # no rank waits for this process, so it leaves the group of that one alone
+            if len(self._seen) == 1:  # no rank waits for this process, so the other group is not disturbed
                 self._told, self._successor = True, taken.nonce
         return RendezvousError(
             f"{self._prefix}timeout after {self._timeout:g} s: rank(s) {missing} did not come to make the group"
             f"{''.join(f' ({word})' for word in words)}; do all ranks run, and make their groups in the same order?"
         )
 
-    # Until the ranks are connected
+    # For use until the ranks are connected
 
     def gather(self, what: str, data: bytes) -> list[bytes]:
-        """The `data` of all ranks, by rank, under the generation; each rank calls it.
+        """Exchange `data` under the generation's name; each rank calls it. Returns the data of all ranks, by rank.
 
-        Raises as `look` does, and `RendezvousError` that names the ranks whose data is late.
+        Raises as `look` does, and `RendezvousError` that names the ranks whose data are late.
         """
         heard = {self.rank: data}
         prefix, purpose = f"{self.name}/{what}", f"{self.name} {what}"
@@ -226,7 +226,7 @@ class Generation(Generic[M]):
             self._timeout, self.deadline = seconds, Deadline(seconds)
 
     def wait(self, done: Callable[[float], bool], what: str) -> None:
-        """Return when `done(seconds)`, which waits for `seconds` at most, is true.
+        """Return when `done(seconds)` returns true; it waits for `seconds` at most.
 
         Raises as `look` does, and `RendezvousError` that names `what` when the time is up.
         """
@@ -239,7 +239,8 @@ class Generation(Generic[M]):
         return RendezvousError(f"{self._prefix}making the group: timeout after {self._timeout:g} s: {what}")
 
     def look(self) -> None:
-        """Raises `PeerDied` if a rank's process has ended. If a rank has left and stops this one, raises its reason."""
+        """Raises `PeerDied` if a rank's process has ended. If a rank that has left stops this one (`departures`),
+        raises its reason."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -257,7 +258,7 @@ class Generation(Generic[M]):
             raise PeerDied(f"{self._prefix}making the group: the process of rank(s) {gone} (pid {pids}) has ended")
 
     def explain(self) -> None:
-        """After a failure: calls `look` for a second, because the cause may show a moment later."""
+        """Called after a failure: calls `look` for a second, because the cause may become visible a moment later."""
 
         def looked() -> bool:
             self.look()
@@ -285,7 +286,7 @@ class Generation(Generic[M]):
                 with suppress(RendezvousError):
                     known[rank] = self._parse(data, self._kind, rank).nonce
             for rank in [r for r in self._others if self._timed_out and r not in known]:
-                left = self._departure(rank)  # a rank that has come and left need not be told on its next try
+                left = self._departure(rank)  # a rank that has joined and left need not be told on its next try
                 if left is not None and left.ending != Ending.CONNECTED:
                     known[rank] = left.nonce
         told = self._noticed | own if isinstance(error, PeerDied) and not agreed else known
@@ -295,7 +296,7 @@ class Generation(Generic[M]):
         if end >= Ending.TOLD:
             self._calls.set("leaving", self.nonce)
         mine = self._seen.get(self.rank)
-        # A rank that cannot read this one's reason has to find the same when it reads the record.
+        # A rank that cannot read this rank's reason has to find the same reason when it reads this rank's record.
         if mine is not None and not self._unreadable:
             if self._calls.read(f"rank/{self.rank}") == mine.pack(self._token):
                 self._calls.set(f"rank/{self.rank}", b"")
@@ -306,9 +307,9 @@ class Generation(Generic[M]):
         self._calls.set(f"left/{who}", mine.seal(self._left_header(who), self._token))
 
     def _departure(self, who: int | str) -> Departure | None:
-        """The last one of rank `who`, or of `_OTHER` processes, if this rank can read it."""
+        """The last departure of rank `who`, or of `_OTHER` processes, if this rank can read it."""
         data = self._calls.read(f"left/{who}")
-        with suppress(RendezvousError):  # of a group with another token or world size
+        with suppress(RendezvousError):  # it is of a group with another token or world size
             return Departure.open(data, self._left_header(who), self._token) if data else None
         return None
 
@@ -341,7 +342,7 @@ class Generation(Generic[M]):
         name use the store (`shared`). All ranks are connected, so none reads the keys any more."""
         self._settled = True
         with suppress(*_GONE):
-            # A rank may die before it deletes its record: later generations must not take that for one of theirs.
+            # A rank may die before it deletes its record; later generations must not take it for a record of theirs.
             self._put_departure(Ending.CONNECTED, self.nonces)
             for what in ("rank", "agreed"):
                 self._calls.delete(f"{what}/{self.rank}")

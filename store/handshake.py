@@ -1,9 +1,8 @@
-"""How the ranks of a group that share memory connect: once, through a Store that is not needed afterwards.
+"""Connects the ranks of a group that share memory, once, through a Store that is not needed afterwards.
 
     agree on a generation (`generation.py`): this rank's process, and the name of its socket; all others' are checked
-    each rank sends every other one its control segment and its pidfd, over their sockets, and maps what it gets
-    confirm through the segments: every rank has mapped every other one
-    delete the keys of the set-up
+    each rank sends its control segment and its pidfd to every other rank's socket, and maps the segments that it gets
+    confirm through the segments: every rank has mapped every other one delete the keys of the set-up
 
 A rank that fails tells the others through the store, and through its segment, so that no rank waits for it.
 """
@@ -68,7 +67,7 @@ def handshake(
 
 
 def refuse(store: Store, rank: int, world_size: int, timeout: float, error: TricommError) -> None:
-    """Tell the ranks that wait in a handshake over `store` why this one does not come; -1 for a `rank` that is unknown.
+    """Tell the ranks that wait in a handshake over `store` why this rank does not join; `rank` is -1 if it is unknown.
 
     Does nothing if the store does not answer within `timeout` seconds."""
     with suppress(TricommError):
@@ -83,8 +82,8 @@ def _generation(
 
 
 def _state(theirs: RankRecord) -> str | None:
-    """`process.state_of`; a process of another PID namespace has ended if its socket refuses connections, until another
-    process of this machine removes the socket."""
+    """As `process.state_of`. A process of another PID namespace counts as ended if its socket refuses connections,
+    until another process of this machine removes the socket."""
     return process.ENDED if descriptors.died(theirs.socket) else process.state_of(theirs)
 
 
@@ -120,7 +119,7 @@ class _Handshake:
         return control
 
     def release(self) -> None:
-        """Release what has not become part of a control page."""
+        """Release everything that has not become part of a control page."""
         if self._control is not None:
             self._control.unwatch()
         if self._connected:
@@ -161,7 +160,7 @@ class _Handshake:
         self._socket.peers.append(record.body.socket)
 
     def _meet(self, ranks: list[RankRecord]) -> list[RankSegment]:
-        """Pass this rank's segment and pidfd to all others, and map what they pass."""
+        """Pass this rank's segment and pidfd to all other ranks, and map their segments."""
         own, generation = self._segments[0], self._generation
         members = {self._rank: RankSegment(own, os.getpid(), ranks[self._rank].start_time)}
 
@@ -176,7 +175,7 @@ class _Handshake:
             names = [theirs.socket for theirs in ranks]
             self._socket.exchange(sender, names, passed, take, generation.deadline, generation.look)
         except Unreachable as error:
-            generation.explain()  # that rank may have ended, or have told a reason
+            generation.explain()  # the other rank may have ended, or have told its reason
             raise ResourceError(str(error)) from error
         finally:
             while mine:
@@ -186,7 +185,7 @@ class _Handshake:
         return [members[rank] for rank in range(self._world_size)]
 
     def _attach(self, rank: int, theirs: RankRecord, held: list[int]) -> RankSegment:
-        """That rank, with the pidfd and the segment taken from the end of `held`."""
+        """The `RankSegment` of `rank`, made of the pidfd and the segment at the end of `held`."""
         watched = self._watch(rank, theirs, held)
         try:
             segment = Segment.attach(held, theirs.nbytes, readonly=True)
@@ -230,6 +229,6 @@ def check(record: StoreRecord[RankRecord], rank: int, layout_hash: int) -> None:
 
 
 def _open_pidfd(held: list[int]) -> None:
-    """Add a pidfd of this process, by which others see that it ends, unless the system has none."""
+    """Add a pidfd of this process to `held`, by which other ranks see its end, unless the system has no pidfds."""
     with suppress(OSError):
         held.append(os.pidfd_open(os.getpid()))

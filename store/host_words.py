@@ -1,13 +1,13 @@
-"""Host memory that kernels use, and its registration with the GPU, which must end before the memory is unmapped.
+"""Host memory that kernels use. Its registration with the GPU must end before the memory is unmapped.
 
 CUDA registers memory by its address. If memory is unmapped while it is registered, the driver keeps its pages: other
 memory that is mapped at that address later looks registered already, and kernels would write to the old pages. So a
 registration belongs to one `HostWords`, which its owner closes before it unmaps the memory. While it is registered,
 this module refers to the memory, so that its address cannot be reused even if its owner is gone.
 
-If a group's kernels have left when it ends, its control page is unmapped, even if its arena stays because a peer has
-yet to take a message. If a kernel does not leave, or a captured graph may run one again, all memory that it may touch
-(page, arena, tables) stays mapped until the process ends.
+If all kernels of a group have ended when it closes, its control page is unmapped, even if its arena stays because a
+peer has not yet received a message. If a kernel does not end, or a captured graph may run one again, all memory that it
+may access (page, arena, tables) stays mapped until the process ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostWords:
         self.address = address
         self._memory: object | None = memory
         self._registration: _Registration | None = None
-        self._lock = threading.RLock()  # a signal handler may close what this thread opens
+        self._lock = threading.RLock()  # reentrant, because a signal handler may close while this thread opens
 
     def on_device(self, driver: Driver, ordinal: int) -> int:
         """The page's address for kernels of GPU `ordinal`, valid until `close`; the same in every call.
@@ -64,7 +64,7 @@ class HostWords:
             return self._registration.device_address
 
     def follow(self, source: int) -> HostWords:
-        """The page at the same address, at which from now on the shared memory at `source` is mapped.
+        """Map the shared memory at `source` at this page's address, in place of its memory. Returns the page.
 
         No kernel may use the page. Raises `ResourceError` if the GPU or the system refuses it; it can be called again.
         """
@@ -97,7 +97,7 @@ class HostWords:
                 self._registration = None
 
     def _register(self, memory: object, driver: Driver, ordinal: int) -> _Registration:
-        # Retain the context, because a registration ends with the context in which it was made.
+        # Retain the context, because a registration ends with its context.
         context = driver.retain_context(ordinal)
         registration = _Registration(memory, driver, ordinal, context, os.getpid())
         try:
@@ -105,7 +105,7 @@ class HostWords:
                 _registered.add(registration)
                 registration.device_address = driver.host_register(self.address, PAGE_BYTES)
         except ResourceError:
-            if registration.device_address:  # it is registered, and another call has failed
+            if registration.device_address:  # the registration succeeded, and a later call failed
                 _unregister(registration, self.address)
                 self._registration = registration if registration in _registered else None
             else:

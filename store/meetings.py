@@ -1,6 +1,6 @@
-"""Where the ranks of a group and new ones, which take places of lost ranks, find each other in a store.
+"""How the ranks of a group and new ranks, which take the places of lost ones, find each other in a store.
 
-    set  tricomm-replace/number        of the attempt that the group's ranks make now; empty between attempts
+    set  tricomm-replace/number        of the present attempt of the group's ranks; empty between attempts
     ...  tricomm-replace/<number>/...  its handshake
 
 Each attempt has its own keys, so keys that an earlier attempt has left do not disturb it.
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class MeetingOver(RendezvousError):
-    """The attempt is over, and this process has not heard why: it may join the next one."""
+    """The attempt is over, and this process does not know why: it may join the next one."""
 
 
 class Meetings:
@@ -37,7 +37,7 @@ class Meetings:
         self._number = ""
 
     def call(self, nonce: bytes, announces: bool, seconds: float) -> Store:
-        """The store of the attempt of ranks that have agreed on this secret; one of them announces it."""
+        """The store for an attempt of ranks that have agreed on the secret `nonce`; one of them announces it."""
         self._number = hashlib.sha256(nonce).hexdigest()
         if announces:
             with closing(BoundedStore(self._store, seconds)) as calls:
@@ -45,16 +45,16 @@ class Meetings:
         return PrefixStore(self._number, self._store)
 
     def end(self) -> None:
-        """The attempt is over. Idempotent; takes a second at most."""
+        """End the attempt. Idempotent; takes a second at most."""
         if self._number:
             with suppress(RendezvousError), closing(BoundedStore(self._store, _END_SECONDS)) as calls:
                 if calls.read(_KEY) == self._number.encode():
                     calls.set(_KEY, b"")
 
     def come(self, rank: int, meet: Callable[[Store, float, Callable[[], None]], T], seconds: float) -> T:
-        """The result of `meet` in an attempt that succeeds; `meet` gets the attempt's store, the seconds that are left,
-        and a function to call periodically. Raises what it raises, and `RendezvousError` if there is no attempt in
-        which no other process has come for `rank` before."""
+        """Join an attempt: the result of `meet`, which gets the attempt's store, the seconds that are left, and a
+        function to call periodically. Raises the errors of `meet`, and `RendezvousError` if there is no attempt in
+        which no other process has joined as `rank` before."""
         deadline, taken = Deadline(seconds), ""
         with closing(BoundedStore(self._store, seconds + _END_SECONDS)) as calls:
 
@@ -78,7 +78,7 @@ class Meetings:
 
 
 class _Look:
-    """Raises `MeetingOver` once the attempt is over; at the second look, so that a reason for that is heard first."""
+    """Raises `MeetingOver` once the attempt is over, but only at the second look, so that the reason is read first."""
 
     def __init__(self, calls: BoundedStore, number: str) -> None:
         self._calls, self._number, self._over = calls, number.encode(), False

@@ -1,4 +1,4 @@
-"""One rank's page of the control segment: its layout, and why a reader never sees half a record.
+"""One rank's page of the control segment: its layout, and the reason why a reader never sees half a record.
 
     page 0   identity (written once, before any rank attaches); state, heartbeat (one word each); fault; this rank's
              part in a shrink: a word and a record (`tricomm.store.shrink`)
@@ -9,9 +9,9 @@
     page 5   ring of the last 8 descriptors of messages, by the message's number
     page 6+  descriptors of calls, by their number: all calls of a plan share one, so that a call writes two words
 
-One rank writes, the others map it read-only. Words are aligned and 8 bytes wide: one store, one load, never torn.
-Anything longer is a record with its own length, CRC-32 and the number that it was written for, so a reader needs no
-memory ordering: it copies again until its copy is whole and has the number that it wants.
+One rank writes, the others map it read-only. Words are aligned and 8 bytes wide, so one store or load never tears.
+Longer data are records with a length, a CRC-32 and the number for which they were written, so a reader needs no memory
+ordering: it copies again until its copy is whole and has the number that it wants.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tricomm.store.records import ExchangeMessage
 
 PAGE_BYTES = 4096
 NBYTES = 10 * PAGE_BYTES
-MESSAGE_BYTES = 1024  # after a byte that says whether they are an error
+MESSAGE_BYTES = 1024  # preceded by a byte that says whether the message is an error
 SHRINK_BYTES = 1500
 RING = 8
 WORDS = 512
@@ -40,7 +40,7 @@ WORDS = 512
 _MAGIC = b"TRICTRL\x05"
 _IDENTITY = struct.Struct("<8sii16sQQ")
 _FAULT = struct.Struct("<32siq")
-_DESCRIPTOR = struct.Struct("<Q24s72s16s32s16sqqq16sq")  # the number last: the rest is the same in all calls
+_DESCRIPTOR = struct.Struct("<Q24s72s16s32s16sqqq16sq")  # the number is last, because the rest is the same in all calls
 _NUMBERED = struct.Struct(f"<II{_DESCRIPTOR.size - 8}sq")  # a frame and a descriptor
 _MESSAGE = struct.Struct("<Q64s")
 _FRAME = struct.Struct("<II")  # length, CRC
@@ -97,7 +97,7 @@ class Descriptor:
     mode: str
 
     def packed(self) -> PackedDescriptor:
-        """Its form in a page, without the sequence number: the same for every call of a plan."""
+        """Its bytes in a page, without the sequence number, which are the same for every call of a plan."""
         sequence, *rest = astuple(self)
         fields = [field.encode() if isinstance(field, str) else field for field in rest]
         text = _DESCRIPTOR.pack(*fields, sequence)[:-8]
@@ -126,7 +126,7 @@ class Fault:
 
 
 class Page:
-    """Reads, and for its own rank writes, one control segment of `NBYTES` bytes that is mapped at `address`."""
+    """Reads one control segment of `NBYTES` bytes that is mapped at `address`; a rank also writes its own."""
 
     def __init__(self, buffer: memoryview, address: int) -> None:
         self.device_address = address + _DEVICE_AT
@@ -168,8 +168,8 @@ class Page:
         return np.frombuffer(self._buffer, np.int64, WORDS, _DEVICE_AT)
 
     def announcer(self) -> Callable[[int, PackedDescriptor], None]:
-        """announce(sequence, packed) publishes call number `sequence`, with its `Descriptor.packed`; from one thread at
-        a time. Built for speed, because every collective calls it."""
+        """A function announce(sequence, packed), which publishes call number `sequence` with its `Descriptor.packed`.
+        For one thread at a time. It is optimised, because every collective calls it."""
         words, ring, latest = self._words, _RING, _RING + RING
         self._places = places = self._places or _Places(self._buffer)
         numbers, place = places.numbers, places.place
@@ -185,7 +185,7 @@ class Page:
         return announce
 
     def announce_message(self, message: Descriptor) -> None:
-        """The rank's message number `message.sequence`, sent or received; the last 8 stay readable."""
+        """Publish the rank's message number `message.sequence`, sent or received; the last 8 stay readable."""
         _write(self._buffer, _MESSAGES_AT + message.sequence % RING * _ENTRY, message.sequence, message.packed())
 
     def messages(self) -> list[Descriptor]:
@@ -194,7 +194,7 @@ class Page:
         return sorted((m for m in messages if m is not None), key=lambda m: m.sequence)
 
     def called(self, sequence: int) -> Descriptor | None:
-        """Call number `sequence`; None if there was none, or if it is too long ago."""
+        """Call number `sequence`; None if there was none, or if it is no longer among the last calls."""
         word = self._words[_RING + sequence % RING]
         number = word & _LOWER
         call = self._descriptor(_PLACES_AT + number % _PLACES * _PLACE) if word >> _BITS == sequence else None
@@ -209,7 +209,7 @@ class Page:
 
     def last(self) -> Descriptor | None:
         """The latest call; None if there was none."""
-        for _ in range(_TRIES):  # its rank may keep calling, and overwrite the descriptor that is read
+        for _ in range(_TRIES):  # its rank may make further calls, and overwrite the descriptor that is read
             sequence = self.sequence()
             call = self.called(sequence)
             if call is not None or sequence == self.sequence():
@@ -217,7 +217,7 @@ class Page:
         return None
 
     def put_fault(self, fault: Fault) -> bool:
-        """False if there is one already: the first stays."""
+        """Publish a fault; False if there is one already, which is not replaced."""
         if self._words[_FAULTED]:
             return False
         head = _FAULT.pack(fault.kind.encode()[:32], fault.culprit, fault.sequence)
@@ -236,7 +236,7 @@ class Page:
 
     @property
     def step(self) -> int:
-        """The number of this rank's call of shrink, and how far it has come; 0 before the first."""
+        """The number of this rank's call of shrink and its phase; 0 before the first call."""
         return self._words[_STEP]
 
     @step.setter
@@ -256,7 +256,7 @@ class Page:
         self._put(_slot_at(message.step), head + message.payload)
 
     def posted(self, step: int) -> ExchangeMessage | None:
-        """The message in the slot of `step`: that step's or a newer one; None if there is none yet."""
+        """The message in the slot of `step`, of that step or a newer one; None if there is none yet."""
         if self._words[(_slot_at(step) + _FRAME.size) // 8] < step:  # an older message, or one half written
             return None
         data = self._take(_slot_at(step), _MESSAGE.size + 1 + MESSAGE_BYTES, tries=1)
@@ -284,16 +284,17 @@ class Page:
 
 
 class Slots(Protocol):
-    """Where the ranks of a group post their messages in one exchange. Two slots a rank are enough: a peer posts step
-    s + 2 only after it has read every rank's step s + 1, and a rank posts that only after it has left step s."""
+    """The slots in which the ranks of a group post their messages of an exchange. Two slots per rank are enough: a peer
+    posts step s + 2 only after it has read every rank's message of step s + 1, and a rank posts that only after it has
+    left step s."""
 
     pauses: tuple[float, float]  # between reads: the first and the longest, in seconds
 
     def post(self, message: ExchangeMessage) -> None:
-        """This rank's message, in the slot of its step."""
+        """Post this rank's message in the slot of its step."""
 
     def posted(self, ranks: Sequence[int], step: int) -> Iterable[tuple[int, ExchangeMessage]]:
-        """The messages in these ranks' slots of `step`: that step's, an older or a newer one."""
+        """The messages in these ranks' slots of `step`; a message may be of that step, or an older or a newer one."""
 
 
 class PageSlots:
@@ -312,7 +313,7 @@ class PageSlots:
 
 
 class _Places:
-    """The places that hold the descriptors of calls. `numbers`: for each descriptor that has a place, the lower bits of
+    """The places of calls' descriptors in the page. `numbers`: for each descriptor that has a place, the lower bits of
     its number."""
 
     def __init__(self, buffer: memoryview) -> None:

@@ -1,4 +1,5 @@
-"""The identity of a process, so that a recycled pid, another host or another namespace is never taken for a peer."""
+"""The identity of a process, so that a process with a recycled pid, on another host or in another namespace is never
+taken for a peer."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ os.register_at_fork(after_in_child=_child)
 
 
 def forks() -> int:
-    """The number of forks since this module was imported. It tells a child from its parent, and costs less than
+    """The number of forks since this module was imported. It distinguishes a child from its parent, and is faster than
     `os.getpid()`, which is a system call."""
     return _forks
 
@@ -42,7 +43,7 @@ def read(path: str) -> bytes:
     """The content of a short file of /proc or /sys. Raises `OSError`."""
     held: list[int] = []
     try:
-        held.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # on one line: closed even if interrupted
+        held.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # on one line: closed even after an interrupt
         return os.read(held[0], 1 << 16)
     finally:
         while held:
@@ -59,10 +60,10 @@ def start_time(pid: int) -> int | None:
 
 
 def state(pid: int, started: int) -> str | None:
-    """`ENDED`, `STOPPED` (by a signal or a debugger), or None: the process `pid` that started at `started` runs, or its
-    state is unknown. A later process with its pid is not taken for it.
+    """The state of process `pid` that started at `started`: `ENDED`, `STOPPED` (by a signal or a debugger), or None if
+    it runs or its state is unknown. A later process with the same pid is not taken for it.
 
-    `ENDED` only if /proc confirms it: to be out of descriptors here says nothing about a peer.
+    `ENDED` only if /proc confirms it: an error here, such as a lack of descriptors, says nothing about a peer.
     """
     try:
         stat = read(f"/proc/{pid}/stat")
@@ -96,7 +97,8 @@ class Watched:
     """
 
     def __init__(self, pid: int, started: int, pidfd: list[int] | None = None, near: bool = True) -> None:
-        """`pidfd`: taken out of the list if there is one. `near`: it is a process of this PID namespace."""
+        """`pidfd`: a list whose descriptor, if it has one, is removed and kept. `near`: the process is in this PID
+        namespace."""
         self._pid, self._started, self._near = pid, started, near
         self._ended = False
         self._fds: list[int] = []
@@ -104,7 +106,7 @@ class Watched:
             self._fds.append(pidfd.pop())
             return
         try:
-            self._fds.append(os.pidfd_open(pid))  # on one line: it has its owner even if interrupted
+            self._fds.append(os.pidfd_open(pid))  # on one line, so that it has an owner even after an interrupt
         except ProcessLookupError:
             self._ended = True
         except OSError:
@@ -134,7 +136,7 @@ class Watched:
         return sum(int(fields[field - _FIRST_FIELD_AFTER_NAME]) for field in _CPU_FIELDS if fields)
 
     def _readable(self) -> bool:
-        poll = select.poll()  # a new one, because two threads cannot wait on one at the same time
+        poll = select.poll()  # not shared, because two threads cannot use one at the same time
         poll.register(self._fds[0], select.POLLIN)
         return bool(poll.poll(0))
 
@@ -155,13 +157,13 @@ def watch(pid: int, started: int, namespace: int | None = None, pidfd: list[int]
 
 
 def ended() -> int:
-    """How many of the processes that are being watched have ended."""
+    """The number of watched processes that have ended."""
     return sum(not watched.alive() for watched in list(_watched.values()))
 
 
 def descriptors_left() -> int:
-    """How many more descriptors this process may open: its soft limit less those that are open. Raises `ResourceError`
-    without /proc."""
+    """The number of descriptors that this process may still open: its soft limit minus the open ones. Raises
+    `ResourceError` without /proc."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MANY
@@ -179,14 +181,14 @@ def boot_id() -> bytes:
     path = "/proc/sys/kernel/random/boot_id"
     try:
         return uuid.UUID(Path(path).read_text().strip()).bytes
-    except (FileNotFoundError, PermissionError, ValueError):  # a sandbox without it: the host's name is the next best
+    except (FileNotFoundError, PermissionError, ValueError):  # a sandbox without it: use the host's name
         return hashlib.sha256(socket.gethostname().encode()).digest()[:16]
-    except OSError as error:  # not the host's name: it would be another node than the other ranks' from now on
+    except OSError as error:  # not the host's name, because other ranks have read the boot id
         raise ResourceError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def node_id() -> bytes:
-    """16 bytes that are equal exactly for the processes of one node: TRICOMM_NODE_ID, else the boot."""
+    """16 bytes that are equal exactly for the processes of one node: from TRICOMM_NODE_ID, else the boot id."""
     name = env.text("TRICOMM_NODE_ID")
     return boot_id() if name is None else hashlib.sha256(os.fsencode(name)).digest()[:16]
 

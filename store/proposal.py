@@ -14,7 +14,7 @@ PHASES = 8  # of a page's word `step`: the number of the call, and its phase
 
 
 class Phase(enum.IntEnum):
-    """How far a rank's call of shrink has come."""
+    """The phases of a rank's call of shrink."""
 
     WITHDRAWN = 0
     PROPOSED = 1

@@ -4,7 +4,7 @@
     payload (a fixed size for each kind)
     seal 32: SHA-256 of all before it, or HMAC-SHA256 under TRICOMM_TOKEN
 
-Any process that can write there can write anything: nothing is used before `parse` has checked all of it.
+Other processes may write anything there, so nothing is used before `parse` has checked all of it.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class ExchangeMessage:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """A rank of a c10d group: its process and its node, what its environment allows (bits of `switches`), and how many
-    more descriptors it may open."""
+    """A rank of a c10d group: its process and its node, the features that its environment allows (bits of `switches`),
+    and the number of descriptors that it may still open."""
 
     KIND: ClassVar[int] = 4
     LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQQ16sQQ")
@@ -157,7 +157,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class StoreRecord(Generic[B_co]):
-    """A body with its sender and the nonce of the sender or its group. Never printed: the nonce is a secret."""
+    """A body with its sender and the nonce of the sender or its group. Never printed, because the nonce is a secret."""
 
     rank: int
     world_size: int
@@ -195,7 +195,7 @@ def parse(data: bytes, kind: type[B], rank: int | None, token: bytes | None) -> 
 
 @dataclass(frozen=True)
 class MessageHeader:
-    """Sender and purpose of a message of any length, which crosses the Store after a record with its digest."""
+    """Sender and purpose of a message of any length, which is written to the Store after a record with its digest."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""Opening the Store over which ranks connect: torch's own, with our time limits, and never on a wildcard address.
+"""Opens the Store over which ranks connect: one of torch's, with our time limits, and never on a wildcard address.
 
 `TCPStore("127.0.0.1", ...)` listens on every interface. So if this process hosts the store, it binds a socket to the
 given address itself and passes it to torch.
@@ -26,10 +26,10 @@ from tricomm.store.records import MAX_WORLD_SIZE
 
 _LOOPBACK = "127.0.0.1"
 _RETRY_SECONDS = 0.02
-_GRACE_SECONDS = 0.25  # added to calls that have a limit; name look-ups have none
+_GRACE_SECONDS = 0.25  # added to the limit of calls; name look-ups have no limit
 _QUERY = ("rank", "world_size")
 # A store that is hosted here lives until the process ends: a peer may already use it for the next group.
-_hosted: dict[tuple[int, str, int], TCPStore] = {}  # also by pid: a fork has no server
+_hosted: dict[tuple[int, str, int], TCPStore] = {}  # the pid is part of the key, because a forked child has no server
 _files: dict[tuple[int, str, int], FileStore] = {}
 _hosting = threading.Lock()
 
@@ -59,14 +59,14 @@ def open_store(url: str, rank: int | None, world_size: int | None, timeout: floa
     agent = parts.scheme == "env" and env.agent_store()
     open_it = _join if rank != 0 or agent else _host
     store: Store = _bounded(host, port, timeout + _GRACE_SECONDS, lambda: open_it(host, port, world_size, timeout))
-    if agent:  # torchrun keeps one store across all restarts, which torch tells apart by this prefix
+    if agent:  # torchrun keeps one store for all restarts, and torch distinguishes them by this prefix
         store = PrefixStore(f"/worker/attempt_{env.text('TORCHELASTIC_RESTART_COUNT') or '0'}", store)
     return store, rank, world_size
 
 
 def store_of_this_machine(port: int, timeout: float) -> TCPStore:
-    """A store for processes of this machine, at a port of the loopback address. 0: this process hosts it, at a free
-    port. Raises `RendezvousError` within `timeout` + 1 seconds."""
+    """A store for processes of this machine, at `port` of the loopback address. With port 0 this process hosts it, at a
+    free port. Raises `RendezvousError` within `timeout` + 1 seconds."""
     open_it = _join if port else _host
     return _bounded(_LOOPBACK, port, timeout + _GRACE_SECONDS, lambda: open_it(_LOOPBACK, port, 1, timeout))
 
@@ -158,7 +158,7 @@ def _file_store(url: str, parts: SplitResult, world_size: int) -> FileStore:
         )
     key = (os.getpid(), path, world_size)
     with _hosting:
-        # torch deletes the file when the last of its stores goes: a rank that uses it for the next group would lose it.
+        # torch deletes the file when its last store is freed; a rank that uses it for the next group would lose it.
         if key not in _files:
             _files[key] = FileStore(path, world_size)
         return _files[key]
@@ -182,7 +182,7 @@ def _host(host: str, port: int, world_size: int, timeout: float) -> TCPStore:
                 f"rank 0 cannot host a store at {host}:{port} ({error.strerror}): take a free port on an address of "
                 "this machine, or pass a store that exists"
             ) from error
-        fd = os.dup(listener.fileno())  # the store closes the one that it gets
+        fd = os.dup(listener.fileno())  # the store closes the descriptor that it gets
         return _hosted.setdefault(key, _tcp_store(str(address[0]), port, world_size, timeout, fd))
 
 
@@ -193,7 +193,7 @@ def _join(host: str, port: int, world_size: int, timeout: float) -> TCPStore:
 
     def listening() -> bool:
         try:
-            # Torch's client retries on its own clock, and overshoots: let it begin only when the store listens.
+            # torch's client retries by its own timing and exceeds the limit, so it begins only when the store listens.
             socket.create_connection((host, port), max(deadline.left, 0.01)).close()
         except OSError as error:
             refusals[:] = [error]

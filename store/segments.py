@@ -1,8 +1,8 @@
 """Memory that processes of one user share, and that does not outlive them: sealed memfds, passed between processes.
 
-There is no name in a file system: nothing to guess, and nothing stays when the whole job is killed. Memory is allocated
-when the segment is made, so a full machine is an error here and never a SIGBUS later. The seals keep every process from
-shrinking it afterwards, and other processes from writing to a segment that only its maker may write.
+Segments have no name in a file system, so none can be guessed, and none is left when the whole job is killed. Memory is
+allocated when the segment is made, so a lack of memory is an error here and never a SIGBUS later. The seals keep every
+process from shrinking it afterwards, and other processes from writing to a segment that only its maker may write.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Segment:
     """Shared memory mapped here. The mapping ends with `close`, or with the last view of `buffer` if that is later."""
 
     def __init__(self, nbytes: int) -> None:
-        """Nothing yet: see `create` and `attach`."""
-        self._fds: list[int] = []  # at most one: what is popped is closed in the same line, whatever interrupts it
+        """Opens nothing: see `create` and `attach`."""
+        self._fds: list[int] = []  # at most one; popped and closed on one line, so that no interrupt leaks it
         self.nbytes = nbytes
         self.address = 0
         self._buffer: memoryview | None = None
@@ -57,7 +57,7 @@ class Segment:
         """
         _check_size(nbytes)
         with cls(nbytes)._being_made() as segment:
-            # An interrupt may happen at any line: a descriptor has its owner before the next one.
+            # An interrupt may happen at any line, so a descriptor has an owner before the next line.
             segment._fds.append(memfd(name))
             os.fchmod(segment.fd, 0o600)
             _refuse_if_short(nbytes)
@@ -68,7 +68,7 @@ class Segment:
 
     @classmethod
     def attach(cls, descriptors: list[int], nbytes: int, readonly: bool, sealed: bool = True) -> Segment:
-        """Map the segment of the last of `descriptors`, which is taken out of the list and closed.
+        """Map the segment of the last of `descriptors`, which is removed from the list and closed.
 
         Raises `ResourceError` if its size or owner is wrong, or its seals are missing: its owner could then shrink it,
         and touching it would be fatal. Only the user's own memory may lack seals (`sealed=False`).
@@ -83,7 +83,7 @@ class Segment:
 
     @contextmanager
     def _being_made(self) -> Iterator[Segment]:
-        """Closes the segment if it cannot be made."""
+        """A context manager that closes the segment if making it fails."""
         try:
             yield self
         except BaseException as error:
@@ -135,12 +135,12 @@ class Segment:
 
     def take_again(self) -> None:
         """Allocate zeroed memory after `give_back`, at once as in `create`. Raises `ResourceError` if it is refused."""
-        self.give_back()  # drops what was written meanwhile
+        self.give_back()  # drops data that was written meanwhile
         try:
             _refuse_if_short(self.nbytes)
         except OSError as error:
             raise _refused(error, self.nbytes) from error
-        self._advise(_MADV_POPULATE_WRITE, "shared memory refused", errno.EINVAL)  # older kernels: on touch
+        self._advise(_MADV_POPULATE_WRITE, "shared memory refused", errno.EINVAL)  # older kernels: on first access
 
     def _advise(self, advice: int, what: str, allowed: int = 0) -> None:
         if _libc.madvise(self.address, self.nbytes, advice) and ctypes.get_errno() != allowed:
@@ -159,16 +159,16 @@ class Segment:
 
 
 def map_again(source: int, nbytes: int, address: int) -> None:
-    """Map the shared memory at `source` a second time, at `address`, in place of the shared memory that is there, in
-    one step. The owner of each address unmaps it, as before. Raises `ResourceError` if the system refuses it."""
+    """Map the shared memory at `source` a second time, at `address`, replacing the shared memory there in one step. The
+    owner of each address unmaps it, as before. Raises `ResourceError` if the system refuses it."""
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
-    if _libc.mremap(source, 0, nbytes, flags, address) != address:  # an old size of 0 keeps the mapping at `source`
+    if _libc.mremap(source, 0, nbytes, flags, address) != address:  # old size 0: keep the mapping at `source`
         number = ctypes.get_errno()
         raise ResourceError(f"mremap: {os.strerror(number)}; {nbytes} bytes of shared memory at {address:#x}")
 
 
 def available_memory() -> int:
-    """Bytes that can still be allocated here: the machine's, or a control group's if that is less.
+    """Bytes that can still be allocated here, limited by the machine or a control group.
 
     Raises `ResourceError` without /proc, `OSError` if it cannot be read now."""
     free = MAX_NBYTES
@@ -188,8 +188,9 @@ def available_memory() -> int:
 
 
 def _memory_groups(line: bytes) -> Iterator[tuple[str, str, str, bytes]]:
-    """The control groups that limit the memory of this process, by a line of /proc/self/cgroup: its own and those
-    around it. Of each the folder, and the names of its limit, of its use, and of the part that is cached files."""
+    """The control groups that limit the memory of this process, according to a line of /proc/self/cgroup: its group and
+    the enclosing ones. For each the folder, and the names of its limit, of its use, and of the part that is cached
+    files."""
     _, controllers, path = line.decode(errors="surrogateescape").split(":", 2)
     if controllers == "":
         names = "/sys/fs/cgroup", "memory.max", "memory.current", b"inactive_file"
@@ -245,7 +246,7 @@ def _check_attached(fd: int, nbytes: int, must_be_sealed: bool) -> None:
 
 
 def _refuse_if_short(nbytes: int) -> None:
-    # A memfd has no limit: without this the out-of-memory killer would answer.
+    # A memfd has no limit, so without this check the out-of-memory killer would act.
     if nbytes > available_memory():
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -257,7 +258,7 @@ def _refused(error: OSError, nbytes: int) -> ResourceError:
         errno.ENFILE: "the machine's table of open files is full",
         errno.EFBIG: "raise the limit of file size (ulimit -f)",
     }.get(error.errno or 0, "ask for a smaller arena, or allow more memory (docker: --memory, --shm-size; ulimit -v)")
-    # Counting free memory opens files, which may be the very thing that is refused.
+    # Reading the free memory opens files, which may fail for lack of descriptors.
     free = "unknown" if error.errno in (errno.EMFILE, errno.ENFILE) else available_memory()
     needed = f"{nbytes} bytes needed, {free} bytes free"
     return ResourceError(f"shared memory refused ({error.strerror}): {needed}; {remedy}")

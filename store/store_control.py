@@ -3,8 +3,8 @@
     agree on a generation under tricomm/control (`generation.py`), with the node and the options of every rank
     set  tricomm/control/<generation>/slot/<step % 2>/<rank>     this rank's message of a step, as a record
 
-A rank of another node that ends or stops, and one that makes another call, is noticed only when the time is up. The
-Store stays in use for everything that the ranks have to agree on.
+If a rank of another node ends, stops or makes another call, this is noticed only at the timeout. The Store is used for
+all later agreements of the ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def open_store_control(
     generation = Generation(store, "control", Capabilities, rank, world_size, timeout, rules=Rules(strict=True))
     members = generation.agree(own, check)
     try:
-        generation.gather("agreement", b"")  # all ranks have agreed before a key of that is deleted
+        generation.gather("agreement", b"")  # all ranks have agreed before keys of the agreement are deleted
     except BaseException as error:
         generation.give_up(error)
         raise
@@ -95,7 +95,7 @@ class _StoreSlots:
 
 
 class _Blank:
-    """Stands for the segment of a rank that cannot be seen: it is empty."""
+    """An empty segment, in place of the segment of a rank that is not visible."""
 
     def __init__(self) -> None:
         self.buffer, self.address = memoryview(mmap.mmap(-1, NBYTES)), 0

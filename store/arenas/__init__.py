@@ -1,1 +1,1 @@
-"""Memory that every rank of a group reaches: an arena of each kind, and users' tensors that are registered."""
+"""Memory that every rank of a group reaches: the kinds of arena, and registered tensors of users."""

@@ -1,4 +1,4 @@
-"""Memory that every rank of a group can reach: what all kinds of it have in common."""
+"""Memory that every rank of a group can reach: the interface of all kinds, and their common functions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NOT_BOUND = "registered memory is not bound to a multicast address (torch's symm
 class Arena(ABC):
     """One block of `nbytes` bytes for each rank.
 
-    kind          of memory: "posix_shm", "cuda_vmm", "cuda_ipc", "local", "torch", or "none"
+    kind          "posix_shm", "cuda_vmm", "cuda_ipc", "local", "torch", or "none"
     bases         the address of each rank's block as mapped here; 0 if it is out of reach
-    reason        why the memory is not of the usual kind; empty if it is
+    reason        why the memory is not of the default kind; empty if it is
     multicast     the multicast address of all ranks' blocks, for NVLS; 0 if there is none
     no_multicast  why there is none; empty on a CPU, whose interpreter needs none
     no_suspend    why the memory cannot be suspended; empty if it can
@@ -40,7 +40,8 @@ class Arena(ABC):
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """View of rank `rank`'s block from byte `offset` on.
 
-        Raises `InvalidArgument` if it would leave the block or is out of reach, `GroupAborted` after `close`."""
+        Raises `InvalidArgument` if the view would leave the block or the block is out of reach, `GroupAborted` after
+        `close`."""
         if self.closed:
             raise GroupAborted(f"this {self.kind} arena is closed; its memory is gone")
         check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
@@ -48,7 +49,7 @@ class Arena(ABC):
 
     @abstractmethod
     def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """As `tensor`, of arguments that have been checked."""
+        """As `tensor`, with arguments that have been checked."""
 
     def suspend(self) -> None:  # noqa: B027  # nothing to release by default
         """Release this rank's share of the memory and keep all addresses; does not wait for other ranks.
@@ -57,20 +58,21 @@ class Arena(ABC):
         or `close` tries it again."""
 
     def resume(self, control: ControlPage, timeout: float) -> None:  # noqa: B027
-        """Zeroed memory at the same addresses; called by all ranks together, each after `suspend`.
+        """Allocate zeroed memory at the same addresses; called by all ranks together, each after `suspend`.
 
         If it fails, all ranks release everything and raise the same error, as `open_arena` does."""
 
     def own(self) -> None:  # noqa: B027  # nothing was lent by default
-        """Take over the addresses that another arena has lent (`open_arena`), which is closed after that. Until then
-        `close` frees the memory at them, and the addresses stay the other's. Idempotent."""
+        """Take over the addresses that another arena has lent (`open_arena`); the caller closes that arena afterwards.
+        Before `own`, `close` frees the memory and leaves the addresses to the other arena. Idempotent."""
 
     @abstractmethod
     def close(self) -> None:
         """Release the memory; idempotent."""
 
     def keep(self) -> None:  # noqa: B027
-        """Instead of `close`: all memory stays mapped, here and on the peers, until the process ends. Idempotent."""
+        """Called instead of `close`: all memory stays mapped, here and on the peers, until the process ends.
+        Idempotent."""
 
 
 def check_nbytes(nbytes: int, least: int = 1) -> None:
@@ -127,7 +129,8 @@ class RecordFormat:
         return self._layout.pack(self._magic, _VERSION, rank, nbytes, *rest)
 
     def parse(self, data: bytes, rank: int, nbytes: int) -> tuple[Any, ...]:
-        """The rest of rank `rank`'s record for `nbytes` bytes; raises `RendezvousError` for another one. Pure."""
+        """The fields after the header of rank `rank`'s record for `nbytes` bytes; raises `RendezvousError` for any
+        other record. Pure."""
         if len(data) != self._layout.size:
             raise RendezvousError(f"rank {rank}'s memory record has {len(data)} bytes, expected {self._layout.size}")
         magic, version, sender, size, *rest = self._layout.unpack(data)

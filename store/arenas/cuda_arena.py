@@ -1,4 +1,4 @@
-"""GPU memory that the ranks' processes share, of any kind: set-up, probe and release.
+"""GPU memory that the ranks' processes share: set-up, probe and release, for all kinds.
 
 Set-up has stages. After each stage all ranks continue, or all ranks raise and undo the stages before. CUDA's answer
 that a GPU can reach another one is not enough (TensorRT-LLM#17034), so the last stages check that a write arrives. The
@@ -27,7 +27,8 @@ WORD_BYTES = 8
 
 
 class GpuSite:
-    """A rank's GPU: `ordinal` in this process, its primary context, and the GPUs that this process sees, by UUID."""
+    """A rank's GPU: its `ordinal` in this process and its primary context; and the GPUs that this process sees, by
+    UUID."""
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         driver.init()
@@ -41,8 +42,7 @@ class GpuSite:
     def refuse_unreachable(self, rank: int, uuid: bytes) -> None:
         """Raises `ResourceError` if this GPU cannot reach rank `rank`'s."""
         driver, ordinal = self.driver, self.visible.get(uuid)
-        # CUDA cannot be asked about a GPU that CUDA_VISIBLE_DEVICES hides from this process: mapping its memory
-        # decides.
+        # CUDA knows nothing of a GPU that CUDA_VISIBLE_DEVICES hides from this process; mapping its memory decides.
         if ordinal not in (None, self.ordinal) and not driver.can_access_peer(self.ordinal, ordinal):
             raise ResourceError(
                 f"cuDeviceCanAccessPeer: GPU {driver.device_bus_id(self.ordinal)} cannot reach GPU "
@@ -51,8 +51,9 @@ class GpuSite:
 
 
 class Blocks(ABC):
-    """All ranks' blocks of one kind of memory. `allocate` and `map` run in the GPU's context; after `give_back` they
-    run again and keep the addresses. `no_suspend` and `no_multicast`: why this kind cannot do that; empty if it can."""
+    """All ranks' blocks of one kind of memory. `allocate` and `map` run in the GPU's context; called again after
+    `give_back`, they use the same addresses. `no_suspend` and `no_multicast`: why this kind cannot be suspended or have
+    a multicast address; empty if it can."""
 
     kind: str
     no_suspend = no_multicast = ""
@@ -65,18 +66,18 @@ class Blocks(ABC):
 
     @abstractmethod
     def allocate(self, site: GpuSite) -> bytes:
-        """Make this rank's block, zeroed. Returns its record for the other ranks."""
+        """Allocate this rank's block, zeroed. Returns its record for the other ranks."""
 
     def shared(self) -> None:  # noqa: B027  # nothing to do by default
-        """From now on a peer may map the block."""
+        """Called before the exchange of records: from now on a peer may map the block."""
 
     @abstractmethod
     def map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> tuple[int, ...]:
         """The address of each rank's block; 0 without `reach`. Raises `RendezvousError` for records that do not fit."""
 
     def multicast(self, probe: int, deadline: Deadline) -> int:
-        """The multicast address of all blocks, tested with the bytes from offset `probe` on; called by all ranks
-        together. If there is none, undoes everything and raises the same `ResourceError` on all ranks."""
+        """Set up the multicast address of all blocks, and test it on the bytes from offset `probe` on; called by all
+        ranks together. If that fails, undoes everything and raises the same `ResourceError` on all ranks."""
         raise ResourceError(self.no_multicast)
 
     def give_back(self, undo: Cleanup) -> None:
@@ -88,10 +89,10 @@ class Blocks(ABC):
 
     @abstractmethod
     def release(self, undo: Cleanup) -> bool:
-        """Release all blocks; False if this rank's block, and therefore its context, has to stay."""
+        """Release all blocks; False if this rank's block, and therefore its context, must not be released."""
 
     def keep(self) -> None:  # noqa: B027
-        """Instead of `release`: all blocks stay, as every rank's mappings keep the memory alive."""
+        """Called instead of `release`: all blocks stay, because the mappings of every rank keep the memory alive."""
 
 
 def open_blocks(
@@ -100,8 +101,8 @@ def open_blocks(
 ) -> CudaArena:  # fmt: skip
     """A zeroed block of `nbytes` bytes on each rank's GPU, mapped by all ranks; called by all ranks together.
 
-    `reach[r]`: whether this rank maps rank r's block (the same on both ranks); by default all blocks are mapped.
-    `probe`: write a word to each block and check that it arrives.
+    `reach[r]`: whether this rank maps rank r's block (both ranks pass the same value); by default all blocks are
+    mapped. `probe`: write a word to each block and check that it arrives.
 
     Takes at most about `timeout` seconds. Raises the same error on all ranks, with everything undone: `ResourceError`
     if memory or peer access is refused, forbidden (TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE) or does not work,
@@ -178,7 +179,7 @@ class CudaArena(Arena):
             raise ResourceError("the multicast address is another one than before")
 
     def look_for_switch(self, deadline: Deadline) -> None:
-        """Set `multicast`, or why there is none; called by all ranks together.
+        """Set `multicast`, or `no_multicast` if that fails; called by all ranks together.
 
         Raises if a rank has ended, and `GroupAborted` on all ranks if the probe has cost a rank its CUDA context.
         """
@@ -216,7 +217,7 @@ class CudaArena(Arena):
             raise failures[0]
 
     def keep(self) -> None:
-        """Instead of `close`: all blocks stay mapped here."""
+        """Called instead of `close`: all blocks stay mapped here."""
         if self._begin_end() is not None:
             self._blocks.keep()
 
@@ -226,7 +227,8 @@ class CudaArena(Arena):
             raise ResourceError(f"{variable} is set, which forbids GPU peer access; unset it, or use NCCL")
         self._check_arguments(least)
         self._at = GpuSite(driver or load_driver(), int(self.device.index))
-        # Not this arena's to unregister: several arenas share the page, which lives as long as the group's host memory.
+        # This arena does not unregister the page: several arenas share it, and it lives as long as the group's host
+        # memory.
         self.control_address = self._control.host_words.on_device(self._at.driver, self._at.ordinal)
 
     def _check_arguments(self, least: int) -> None:
@@ -294,7 +296,7 @@ class CudaArena(Arena):
             return []
         undo = Cleanup(site.driver, site.context)
         undo.attempt(site.driver.synchronize)
-        if self._blocks.release(undo):  # releasing a context for the last time frees all memory in it
+        if self._blocks.release(undo):  # the last release of a context frees all memory in it
             undo.release_context(site.ordinal)
         return undo.failures
 

@@ -24,7 +24,7 @@ from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_driver import HANDLE_BYTES, UUID_BYTES, Cleanup, Driver
 
 CLOSE_SECONDS = 5.0
-GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of this size
+GRANULE_BYTES = 2 << 20  # CUDA places smaller allocations together in pieces of this size
 
 _UNMAPPED, _STILL_MAPPED = b"\x01", b"\x00"
 _ALIGNMENT_BYTES, _LEAST_ALIGNMENT_BYTES = 256, 16  # of CUDA's blocks; of addresses that kernels read
@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 
 
 class BlockRecord(NamedTuple):
-    """The facts with which other ranks map a rank's block. Never printed: the handle gives access to it."""
+    """The data with which other ranks map a rank's block. Never printed, because the handle gives access to the
+    block."""
 
     rank: int
     uuid: bytes
@@ -71,8 +72,8 @@ def open_cuda_ipc(
 
 
 class IpcBlocks(Blocks):
-    """This rank's cuMemAlloc block, and mappings of the others'. `theirs`: the address of the user's memory, to share
-    instead of a new block; it is neither written nor freed, and has to outlive all mappings."""
+    """This rank's cuMemAlloc block, and mappings of the other ranks' blocks. `theirs`: the address of a user's memory
+    to share instead of a new block; it is neither written nor freed, and must outlive all mappings."""
 
     kind = "cuda_ipc"
     no_multicast = "legacy CUDA IPC memory cannot be bound to a multicast address"
@@ -90,7 +91,7 @@ class IpcBlocks(Blocks):
     def allocate(self, site: GpuSite) -> bytes:
         self._site, driver = site, site.driver
         if not self._theirs:
-            # Below 2 MiB CUDA cuts blocks from a shared piece, and a handle shares the whole piece.
+            # CUDA places blocks below 2 MiB in a common piece, and a handle shares the whole piece.
             whole = -(-self._nbytes // GRANULE_BYTES) * GRANULE_BYTES
             self._own = driver.mem_alloc(whole)
             driver.memset(self._own, 0, whole)
@@ -122,7 +123,7 @@ class IpcBlocks(Blocks):
         return address + peer.offset
 
     def keep(self) -> None:
-        """Tells the peers, so that they also keep their blocks."""
+        """Called instead of `release`: tells the peers, so that they also keep their blocks."""
         if self._exported:
             with suppress(TricommError):  # nothing is freed here, whether or not a peer answers
                 self._control.exchange(_STILL_MAPPED, "cuda_ipc: close", CLOSE_SECONDS)
@@ -146,7 +147,7 @@ class IpcBlocks(Blocks):
         answer = _UNMAPPED if unmapped else _STILL_MAPPED
         try:
             answers = self._control.exchange(answer, "cuda_ipc: close", CLOSE_SECONDS)
-        except Exception as error:  # of any kind: this rank still has to free the block or keep it
+        except Exception as error:  # whatever it is, this rank has to free the block or keep it
             self._outwait_peers(deadline, error)
             return True
         holders = [r for r, data in enumerate(answers) if r != self._control.rank and data != _UNMAPPED]

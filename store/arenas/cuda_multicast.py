@@ -1,10 +1,10 @@
-"""One multicast address for all ranks' blocks, by a switch that adds and copies (NVLink SHARP, `multimem`).
+"""One multicast address for all ranks' blocks, for `multimem` instructions, which a switch executes (NVLink SHARP).
 
     rank 0: cuMulticastCreate ── handle, see passing.py ──▶ all: import, cuMulticastAddDevice
     all devices added ─▶ cuMulticastBindMem of the own block ─▶ all bound ─▶ cuMemMap of the object ─▶ words through it
 
-Not every machine has it, and one that has it may refuse it (confidential computing, MIG). So each step is joint: it
-succeeds on all ranks, or all ranks undo the steps before and know the reason. The stages follow the order that CUDA
+Not every machine has multicast, and one that has it may refuse it (confidential computing, MIG). So each step either
+succeeds on all ranks, or all ranks undo the steps before it and get the reason. The stages follow the order that CUDA
 requires: no rank may bind before every device is added, nor use the address before every rank has bound its memory.
 """
 
@@ -27,7 +27,7 @@ from tricomm.store.cuda.mapped_memory import MappedMemory
 
 _T = TypeVar("_T")
 WORD = 4
-_RECORD = struct.Struct("<QQ?")  # bytes of the block, granularity, whether this process has seen its GPU's switch work
+_RECORD = struct.Struct("<QQ?")  # bytes of the block, granularity, whether this process has tested a multicast address
 _NAME = "multicast"
 
 # Plain copies may not touch a multicast address, so the probe is two kernels of one thread.
@@ -47,8 +47,8 @@ PROBE = b"""
 class Multicast:
     """The multicast address of all ranks' blocks, mapped here; `memory` is this rank's block.
 
-    `share` may be called again after `give_back`, and the address stays the same. It is also that of a `lender` that
-    has released its memory.
+    If `share` is called again after `give_back`, the address is the same. With a `lender`, which has released its
+    memory, the address is the lender's.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class Multicast:
         self._bound = False
 
     def share(self, probe: int, deadline: Deadline) -> int:
-        """The address; called by all ranks together. The 8 bytes per rank from offset `probe` on serve to test it, once
-        in a process: a fault of a kernel costs the process its CUDA context, so no later group may risk one.
+        """Returns the address; called by all ranks together. It is tested on 8 bytes per rank from offset `probe` on,
+        but only once in a process: if the test faults, the process loses its CUDA context, and no later group should
+        risk that.
 
         Raises the same error on all ranks; then `give_back` undoes what was done.
         """
@@ -102,7 +103,7 @@ class Multicast:
         return _RECORD.pack(nbytes, granularity, self._ordinal in self._driver.switched)
 
     def _make(self) -> bytes:
-        """Only rank 0 makes an object and passes it on."""
+        """Rank 0 creates the multicast object and passes it to the other ranks."""
         if self._control.rank:
             return self._passing.offer(self._driver, None)
         size = self._own.nbytes

@@ -1,8 +1,8 @@
-"""Memory that the ranks' processes share on GPUs, by handles of physical memory (CUDA's virtual memory management).
+"""Memory that the ranks' processes share on GPUs, by CUDA's virtual memory management.
 
     rank 0: cuMemCreate, cuMemMap ── handle, see passing.py ──▶ rank 1: import, cuMemMap ── writes a word ──▶
 
-Needs no common PID or IPC namespace, and each rank closes alone: memory lives until its last mapping, handle and
+Needs no common PID or IPC namespace. Ranks close independently: memory lives until its last mapping, handle and
 descriptor are gone. Suspended memory is allocated and mapped again in the same way, at the same addresses.
 """
 
@@ -51,8 +51,8 @@ def open_cuda_vmm(
 
 @dataclass(frozen=True)
 class VmmRecord:
-    """The facts with which other ranks map a rank's block: its `whole` bytes on the GPU `uuid`, and the token by which
-    its handle is passed on."""
+    """The data with which other ranks map a rank's block: its size `whole`, the `uuid` of its GPU, and the token by
+    which its handle is passed (`passing.py`)."""
 
     rank: int
     uuid: bytes
@@ -73,7 +73,7 @@ def parse_record(data: bytes, rank: int, nbytes: int) -> VmmRecord:
 
 
 class VmmBlocks(Blocks):
-    """This rank's memory, and the others', mapped here."""
+    """This rank's memory and the other ranks', mapped here."""
 
     kind = "cuda_vmm"
 
@@ -81,7 +81,7 @@ class VmmBlocks(Blocks):
         self._control, self._nbytes, self._sharing = control, nbytes, sharing
         self._granularity = 0
         self._lender = lender
-        self._mapped: dict[int, MappedMemory] = dict(lender._mapped) if lender else {}  # by rank, the own one first
+        self._mapped: dict[int, MappedMemory] = dict(lender._mapped) if lender else {}  # by rank, this rank's first
         self._passing = passing(sharing, control, self.kind)
         self._switch: Multicast | None = None
 
@@ -132,7 +132,7 @@ class VmmBlocks(Blocks):
         return block.address
 
     def _mapping(self, rank: int, nbytes: int) -> MappedMemory:
-        """Addresses for rank `rank`'s memory: those that were kept, if there are any."""
+        """Addresses for rank `rank`'s memory: the addresses that it had before, if any."""
         site = self.site
         block = self._mapped.setdefault(rank, MappedMemory(site.driver, nbytes))
         if block.nbytes != nbytes:

@@ -36,7 +36,7 @@ class LocalGroup:
     """The ranks of one process on `device`, a CPU or one GPU.
 
     `pages` are the ranks' control pages (`ControlPage.host_words`), which this group does not own: each rank
-    unregisters its own page when it closes. Raises `InvalidArgument` for a bad world size or device.
+    unregisters its page when it closes. Raises `InvalidArgument` for a bad world size or device.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class _Blocks(ABC):
 
     @abstractmethod
     def take_again(self, rank: int) -> None:
-        """Zeroed memory at the addresses of a rank."""
+        """Allocate zeroed memory at the addresses of a rank."""
 
 
 class _HostBlocks(_Blocks):
@@ -156,10 +156,10 @@ class _HostBlocks(_Blocks):
     def give_back(self, rank: int) -> None:
         self._blocks[rank].madvise(mmap.MADV_DONTNEED)
 
-    take_again = give_back  # drops what was written meanwhile; pages come when touched, as at first
+    take_again = give_back  # drops data that was written meanwhile; pages are allocated when touched, as at first
 
     def free(self) -> None:
-        # Tensors may still view a block, which is then unmapped with the last of them.
+        # Tensors may still view a block; it is unmapped with the last of them.
         self._blocks.clear()
 
 

@@ -1,4 +1,4 @@
-"""Opens the memory that every rank of a group can reach: which kind of it, and why."""
+"""Opens the memory that every rank of a group can reach, and chooses its kind."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def open_arena(
 ) -> Arena:  # fmt: skip
     """Zeroed memory of `nbytes` bytes on each rank's `device`, mapped by all; called by all ranks together.
 
-    On GPUs `reach[r]` says whether this rank maps rank r's memory (the same on both ranks); if not, its address is 0.
-    `multicast`: also set up a multicast address, if the machine has that and permits it. `lender`: this rank's
-    suspended arena of the same size and kind, whose addresses are used again, if the new one is of that kind as well;
-    they stay that one's until `Arena.own`.
+    On GPUs `reach[r]` says whether this rank maps rank r's memory (both ranks pass the same value); if not, its address
+    is 0. `multicast`: also set up a multicast address, if the machine has and permits it. `lender`: this rank's
+    suspended arena of the same size. If the new arena is of the same kind, it uses the lender's addresses, which belong
+    to the lender until `Arena.own`.
 
     Raises the same error on all ranks, with everything undone: `ResourceError` if memory is refused,
     `InvalidArgument` for a bad size or device. Takes `timeout` seconds at most.
@@ -97,8 +97,8 @@ def open_cuda(
 
 
 def expected_kind(gpus: int) -> tuple[str, str]:
-    """The kind of memory that ranks on this machine's GPUs are likely to share, or on its CPU if there are none, and
-    why it is not the usual kind. The ranks make the actual choice together."""
+    """The kind of memory that ranks on this machine's GPUs (without GPUs, on its CPU) are likely to share, and why it
+    is not the default kind. The ranks make the actual choice together."""
     if not gpus:
         return "posix_shm", ""
     try:

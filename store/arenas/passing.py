@@ -1,10 +1,10 @@
-"""How the handle of shared memory, or of a multicast object, gets from one rank to the others.
+"""Passes the handle of shared memory, or of a multicast object, from one rank to the others.
 
     descriptor: rank 0 ── its socket's name, in a record; then file descriptors over the socket ──▶ rank 1
     fabric:     rank 0 ── the handle itself, 64 bytes in a record ──▶ rank 1
 
-A fabric handle needs no directory that the ranks share, but a permission: the machine's administrator has to give the
-ranks an IMEX channel. Records go over the control page, which only the group's ranks have mapped.
+A fabric handle needs no directory that the ranks share, but the machine's administrator has to give the ranks an IMEX
+channel. Records are exchanged over the control page, which only the group's ranks have mapped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Load = Callable[[int, Callable[[], int]], None]
 
 class DescriptorPassing:
     """Passes the same number of descriptors from each rank to all others, as a stage of a set-up: all ranks `bind`,
-    exchange the names, and `take`. `what` names it in messages; `exported` are descriptors that it closes."""
+    exchange the names, and `take`. `what` names the stage in messages; it closes the descriptors in `exported`."""
 
     def __init__(self, control: ControlPage, what: str) -> None:
         self.exported: list[int] = []
@@ -43,7 +43,7 @@ class DescriptorPassing:
     def take(
         self, names: Sequence[bytes], mine: Sequence[int], load: Callable[[int, list[int]], None], deadline: Deadline
     ) -> None:
-        """Send `mine` to all other ranks, and call `load` with each of them and its descriptors, as
+        """Send `mine` to all other ranks, and call `load(rank, descriptors)` for each of them, as
         `DescriptorSocket.exchange`.
 
         Also raises `PeerDied` if a rank has ended, and an error of the same class if the stage has failed on another
@@ -63,7 +63,7 @@ class DescriptorPassing:
         self._close_exported()
 
     def abandon(self) -> None:
-        """Clean up, however far it has come. Idempotent."""
+        """Clean up after any number of steps. Idempotent."""
         self._socket.abandon()
         self._close_exported()
 
@@ -82,11 +82,11 @@ class Passing(Protocol):
         """Call `load(rank, fetch)` for every other rank; `fetch()` imports its handle, for the caller to release."""
 
     def abandon(self) -> None:
-        """Clean up, however far it has come. Idempotent."""
+        """Clean up after any number of steps. Idempotent."""
 
 
 def passing(sharing: str, control: ControlPage, what: str) -> Passing:
-    """How to pass handles made for `sharing` (`DESCRIPTOR` or `FABRIC`); `what` names them in messages."""
+    """The `Passing` for handles made for `sharing` (`DESCRIPTOR` or `FABRIC`); `what` names them in messages."""
     return _ByFabric(control) if sharing == FABRIC else _ByDescriptor(control, what)
 
 

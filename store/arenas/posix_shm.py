@@ -22,11 +22,11 @@ from tricomm.store.control import ControlPage
 from tricomm.store.records import NAME_BYTES
 from tricomm.store.segments import MAX_NBYTES, Segment, map_again
 
-_FORMAT = RecordFormat(b"TCSH", f"QQ{NAME_BYTES}s")  # bytes of the file, bytes before the memory in it, the socket
+_FORMAT = RecordFormat(b"TCSH", f"QQ{NAME_BYTES}s")  # size of the file, offset of the memory in it, name of the socket
 
 
 class FilePart(NamedTuple):
-    """Memory in a file: its descriptor, the bytes before the memory, and those of the whole file."""
+    """Memory in a file: the descriptor, the offset of the memory in the file, and the size of the file."""
 
     fd: int
     offset: int
@@ -38,7 +38,7 @@ def open_posix_shm(
 ) -> PosixShmArena:
     """A zeroed block of `nbytes` bytes for each rank, mapped by all ranks; called by all ranks together.
 
-    On a rank that has a `lender` they are mapped at the addresses of its blocks, instead of these.
+    With a `lender`, this rank maps the blocks at the lender's addresses, in place of the lender's blocks.
 
     Takes `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError` if
     memory or a descriptor is refused, `InvalidArgument` for a bad size or a bad TRICOMM_SOCKET_DIR,
@@ -71,9 +71,10 @@ def map_peers(
     what: str,
     sealed: bool = True,
 ) -> dict[int, tuple[Segment, int]]:
-    """By rank, the file in which another rank has `nbytes` of memory, mapped here, and the memory's offset in it.
+    """By rank, the mapped file that holds the `nbytes` of memory of another rank, and the memory's offset in the file.
 
-    `look`, the first `stage`, gives this rank's own. Only a user's own files are not `sealed`. `undo` closes all.
+    `look`, run as the first `stage`, returns this rank's file. All files but a user's own are `sealed`. `undo` closes
+    all.
     """
     control, deadline = stages.control, stages.deadline
     descriptors = DescriptorPassing(control, what)
@@ -107,7 +108,7 @@ def map_peers(
 
 
 def _parsed(record: bytes, rank: int, nbytes: int) -> tuple[int, int, bytes]:
-    """(bytes of the file, bytes before the memory, socket) of rank `rank`. Raises `RendezvousError`."""
+    """(size of the file, offset of the memory, socket's name) of rank `rank`. Raises `RendezvousError`."""
     size, offset, name = _FORMAT.parse(record, rank, nbytes)
     if not offset + nbytes <= size <= MAX_NBYTES:
         raise RendezvousError(f"rank {rank} shares {nbytes} bytes of a file of {size}")
@@ -144,7 +145,7 @@ class PosixShmArena(Arena):
         self.suspended = False
 
     def show(self, segments: Sequence[Segment]) -> None:
-        """Map these segments at the addresses of this arena's, instead of these; not after `close`."""
+        """Map `segments` at the addresses of this arena's segments, in place of these. Raises after `close`."""
         if self.closed:
             raise GroupAborted("this posix_shm arena is closed; its addresses are gone")
         for here, segment in zip(self._segments, segments, strict=True):

@@ -1,4 +1,4 @@
-"""A user's own tensor that every rank reaches in place: no copy is made, and the tensor stays the user's.
+"""A user's tensor that every rank reaches in place: no copy is made, and the user still owns the tensor.
 
     on a GPU     the CUDA allocations that hold it are passed to the peers (`registered_memory`), or torch's
                  symmetric memory has mapped it already
@@ -34,8 +34,8 @@ _MULTICAST_ALIGNMENT = 16  # of an access by the switch
 
 
 class RegisteredArena(Arena):
-    """Every rank's tensor, at `bases`. `segments`: by rank, a peer's mapped memory and the tensor's offset in it; it is
-    closed with the arena."""
+    """The tensors of all ranks, at `bases`. `segments`: by rank, a peer's mapped memory and the tensor's offset in it;
+    they are closed with the arena."""
 
     no_suspend = "registered memory is the user's"
 
@@ -69,12 +69,13 @@ class RegisteredArena(Arena):
 def open_registered(
     control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any = None, no_multicast: str = ""
 ) -> Arena:
-    """The memory of each rank's `tensor`, mapped by all; called by all ranks together, for tensors of one size.
+    """Map the memory of each rank's `tensor` on all ranks; called by all ranks together, with tensors of one size.
 
-    `group`: the process group over which to share a tensor of torch's symmetric memory. Its multicast address, if torch
-    has one, is used unless `no_multicast`, the same on all ranks, gives a reason not to. Takes about `timeout` seconds
-    at most. Raises the same error on all ranks, with everything undone: `ResourceError` for memory that cannot be
-    shared, `InvalidArgument` if `group` has other ranks or the tensors' offsets in torch's memory differ.
+    `group`: the process group over which to share a tensor of torch's symmetric memory. torch's multicast address, if
+    it has one, is used unless `no_multicast` gives a reason not to, which is the same on all ranks. Takes about
+    `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError` for memory
+    that cannot be shared, `InvalidArgument` if `group` has other ranks or the tensors' offsets in torch's memory
+    differ.
     """
     if group is not None:
         return _of_torch(control, tensor, timeout, group, no_multicast)
@@ -102,8 +103,9 @@ def _of_torch(
     no_multicast: str,
     rendezvous: Callable[[torch.Tensor, Any], Any] = _rendezvous,
 ) -> RegisteredArena:
-    """torch's pointers are to segments: a tensor may be anywhere in its segment, but its offset must be the same on all
-    ranks, which torch does not check. All ranks use torch's multicast address, or none does."""
+    """The arena of a tensor in torch's symmetric memory. torch's pointers are to segments: a tensor may be anywhere in
+    its segment, but its offset must be the same on all ranks, which torch does not check. All ranks use torch's
+    multicast address, or none does."""
     deadline = Deadline(timeout)
     stage = CollectiveStages(control, "register", deadline)
     handles: list[Any] = []
@@ -144,12 +146,12 @@ def _of_torch(
 def _of_the_switch(handle: Any, tensor: torch.Tensor, offset: int) -> tuple[int, str]:
     """torch's multicast address of a tensor that begins `offset` bytes into its segment, or 0 and why there is none.
 
-    In some versions torch's address is the segment's, in others the storage's. So it is used only if the storage begins
-    where its segment does.
+    In some versions torch gives the address of the segment, in others of the storage. So it is used only if both begin
+    at the same place.
     """
     try:
         address = int(handle.multicast_ptr or 0)
-    except RuntimeError as error:  # a kind of torch's memory without such an address
+    except RuntimeError as error:  # this kind of torch's symmetric memory has no multicast address
         return 0, f"torch gives no multicast address: {str(error).partition(chr(10))[0]}"
     if not address:
         return 0, "torch's symmetric memory has no multicast address here"

@@ -1,4 +1,4 @@
-"""A user's own GPU memory, shared in place: the CUDA allocations that hold it are passed to the peers, and nothing is
+"""A user's GPU memory, shared in place: the CUDA allocations that hold it are passed to the peers, and nothing is
 copied.
 
     cuMemCreate: a descriptor of each allocation (torch's expandable segments, symmetric memory) ──▶ peers map them
@@ -37,10 +37,10 @@ _REMEDY = (
 def open_registered_gpu(
     control: ControlPage, address: int, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None
 ) -> CudaArena:
-    """The `nbytes` bytes at `address` on each rank's GPU, mapped by all ranks; called by all ranks together.
+    """Map the `nbytes` bytes at `address` of each rank's GPU on all ranks; called by all ranks together.
 
     Takes about `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError`
-    if CUDA cannot share this memory, or not in the same way on all ranks.
+    if CUDA cannot share this memory, or cannot share it in the same way on all ranks.
     """
     deadline = Deadline(timeout)
     used, ordinal = driver or load_driver(), int(device.index or 0)
@@ -83,7 +83,7 @@ def _retained(driver: Driver, address: int) -> bool:
 
 @dataclass(frozen=True)
 class PiecesRecord:
-    """The facts with which other ranks map the allocations that hold a rank's memory: their `sizes`, in address order.
+    """The data with which other ranks map the allocations that hold a rank's memory: their `sizes`, in address order.
     The memory begins `offset` bytes into the first one."""
 
     rank: int
@@ -108,7 +108,7 @@ def parse_pieces(data: bytes, rank: int, nbytes: int) -> PiecesRecord:
 
 
 class TensorPieces(Blocks):
-    """The allocations that hold a user's memory, and the other ranks', mapped here."""
+    """The allocations that hold a user's memory, of all ranks, mapped here."""
 
     kind = "cuda_vmm"
     no_suspend = "registered memory is the user's"

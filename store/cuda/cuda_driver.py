@@ -18,7 +18,7 @@ from tricomm.cuda_bindings import INSTALL, load_bindings
 from tricomm.errors import ResourceError
 
 HANDLE_BYTES = 64
-DESCRIPTOR, FABRIC = "POSIX_FILE_DESCRIPTOR", "FABRIC"  # what CUDA calls the handles by which memory is shared
+DESCRIPTOR, FABRIC = "POSIX_FILE_DESCRIPTOR", "FABRIC"  # CUDA's names of the kinds of handle by which memory is shared
 UUID_BYTES = 16
 PAGE_BYTES = 4096
 
@@ -63,11 +63,11 @@ def load_driver() -> Driver:
 
 
 class Driver:
-    """CUDA's driver API as far as tricomm uses it. One per process: `load_driver()`."""
+    """The part of CUDA's driver API that tricomm uses. One per process: `load_driver()`."""
 
     def __init__(self, bindings: Any) -> None:
         self._bindings = bindings
-        self.switched: set[int] = set()  # GPUs whose multicast address was seen to work in this process
+        self.switched: set[int] = set()  # GPUs on which a multicast address was tested successfully in this process
 
     def init(self) -> None:
         self._call("cuInit", 0)
@@ -77,7 +77,7 @@ class Driver:
 
     def device_uuid(self, ordinal: int) -> bytes:
         """16 bytes that identify the GPU (or MIG instance), the same in all processes, whichever GPUs they see."""
-        # In 12.x only the second form tells MIG instances apart; 13.x gave it the plain name.
+        # In 12.x only the _v2 form tells MIG instances apart; in 13.x it has the plain name.
         name = "cuDeviceGetUuid_v2" if hasattr(self._bindings, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         return bytes(self._call(name, self._device(ordinal)).bytes)
 
@@ -97,7 +97,7 @@ class Driver:
 
     @contextmanager
     def current(self, context: int) -> Iterator[None]:
-        """Makes `context` current in this thread, and restores the previous one afterwards."""
+        """A context manager: `context` is current in this thread inside, and the previous one again afterwards."""
         self._call("cuCtxPushCurrent", context)
         try:
             yield
@@ -110,7 +110,7 @@ class Driver:
             "cuThreadExchangeStreamCaptureMode", self._bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         )
 
-    # Everything below works in the current context.
+    # All methods below use the current context.
 
     def mem_alloc(self, nbytes: int) -> int:
         return int(self._call("cuMemAlloc", nbytes))
@@ -140,12 +140,12 @@ class Driver:
 
     def ipc_get_handle(self, base: int) -> bytes:
         """64 bytes with which another process can map the allocation that starts at `base`."""
-        structure = self._call("cuIpcGetMemHandle", base)  # kept in a variable: its bytes are freed with it
+        structure = self._call("cuIpcGetMemHandle", base)  # in a variable, because its bytes are freed with it
         return ctypes.string_at(structure.getPtr(), HANDLE_BYTES)
 
     def ipc_open_handle(self, handle: bytes) -> int:
         """Address here of another process's allocation; call `ipc_close_handle` before the owner frees it."""
-        # The structure hides its bytes in 13.x; all versions give its address.
+        # In 13.x the bytes of the structure are not accessible; all versions have its address.
         structure = self._bindings.CUipcMemHandle()
         ctypes.memmove(structure.getPtr(), handle, HANDLE_BYTES)
         # Lazy peer access needs no context on the peer's GPU; cuCtxEnablePeerAccess would cost one (hundreds of MiB)
@@ -158,12 +158,12 @@ class Driver:
     # Virtual memory management: physical memory, addresses and access rights are created separately.
 
     def vmm_refusal(self, ordinal: int, sharing: str = DESCRIPTOR) -> str | None:
-        """Why memory of this GPU cannot be shared by `sharing` handles; None if it can."""
+        """The reason why memory of this GPU cannot be shared by `sharing` handles; None if it can."""
         names = "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", f"HANDLE_TYPE_{sharing}_SUPPORTED"
         return next((why for name in names if (why := self._lacks(ordinal, name)) is not None), None)
 
     def _lacks(self, ordinal: int, name: str) -> str | None:
-        """Why a GPU lacks the property of this name; None if it has it."""
+        """The reason why a GPU lacks the property of this name; None if it has it."""
         name = f"CU_DEVICE_ATTRIBUTE_{name}"
         attribute = getattr(self._bindings.CUdevice_attribute, name, None)
         if attribute is None:
@@ -172,7 +172,7 @@ class Driver:
         try:
             if int(self._call("cuDeviceGetAttribute", attribute, device)):
                 return None
-        except ResourceError as error:  # an invalid value, if the attribute is newer than the driver
+        except ResourceError as error:  # "invalid value" if the attribute is newer than the driver
             return f"{name}: {error}"
         return f"{name} is 0 for GPU {self.device_bus_id(ordinal)}"
 
@@ -234,7 +234,7 @@ class Driver:
     # Multicast: memory of several GPUs at one address, for the switch's instructions.
 
     def multicast_refusal(self, ordinal: int) -> str | None:
-        """Why a GPU has no multicast addresses; None if it has."""
+        """The reason why a GPU has no multicast addresses; None if it has."""
         return self._lacks(ordinal, "MULTICAST_SUPPORTED")
 
     def multicast_granularity(self, devices: int, nbytes: int, sharing: str = DESCRIPTOR) -> int:
@@ -333,14 +333,14 @@ class Driver:
 
 
 class Cleanup:
-    """Driver calls that undo something: each is tried in `context`, even if others have failed."""
+    """Runs driver calls that undo something: each is tried in `context`, even if others have failed."""
 
     def __init__(self, driver: Driver, context: int) -> None:
         self.failures: list[ResourceError] = []
         self._driver, self._context = driver, context
 
     def attempt(self, call: Callable[..., None], *arguments: int) -> bool:
-        """Whether the call succeeded; leaving the context may still have failed."""
+        """Whether the call succeeded; a failure to restore the context does not count."""
         made = False
         try:
             with self._driver.current(self._context):

@@ -1,6 +1,6 @@
-"""An address range and the physical GPU memory mapped to it. It remembers its steps, to undo them in order.
+"""An address range and the physical GPU memory mapped to it. It records its steps, to undo them in order.
 
-Release goes backwards: unmap the addresses, release the handle, free the addresses. Between the last two steps the
+Release is in reverse order: unmap the addresses, release the handle, free the addresses. Between the last two steps the
 addresses stay reserved without memory, and other memory can be mapped to them, so the addresses in captured graphs stay
 valid.
 """
@@ -37,7 +37,7 @@ class MappedMemory:
         self._driver.mem_allow(self.address, self.nbytes, ordinal)
 
     def empty(self, undo: Cleanup) -> None:
-        """Release the memory and keep the addresses. The next call retries what the driver has refused."""
+        """Release the memory and keep the addresses. The next call retries steps that the driver has refused."""
         if self._there and undo.attempt(self._driver.mem_unmap, self.address, self.nbytes):
             self._there = False
         refused = []
@@ -48,7 +48,7 @@ class MappedMemory:
         self.handles = refused
 
     def require_empty(self, undo: Cleanup) -> None:
-        """`empty` before other memory is mapped to the addresses; raises `ResourceError` if something is left."""
+        """`empty`, before other memory is mapped to the addresses; raises `ResourceError` if a step failed."""
         self.empty(undo)
         if self._there or self.handles:
             raise ResourceError(f"GPU memory at {self.address:#x} cannot be released: {undo.failures[-1]}")
