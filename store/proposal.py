@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tricomm.store.records import NAME_BYTES, NONCE_BYTES
 
-_HEAD = struct.Struct(f"<I??Q{NAME_BYTES}s{NONCE_BYTES}s")
+_HEAD = struct.Struct(f"<III??Q{NAME_BYTES}s{NONCE_BYTES}s")
 _ERROR_BYTES = 600
 PHASES = 8  # of a page's word `step`: the number of the call, and its phase
 
@@ -28,18 +28,20 @@ class Proposal:
     """A rank's latest call of shrink, as its page shows it.
 
     number   of the call on that rank, from 1
+    attempt  of the ranks together to which it belongs, from 1; once it has failed: the latest one that has failed
     exclude  the ranks that it leaves out; None: those that have ended or closed the group
-    over     by rank, how many of its calls were over when this one began
+    failed   the attempt that its latest call that failed has failed; 0: none
     socket   the name of the socket at which it takes descriptors
     nonce    of the new group, from the leader
     invited  by rank, the number of the call that the leader invites; 0 for a rank that is left out; () before that
-    error    of its latest call that failed, as `packed_error`
+    error    of that call, as `packed_error`
     again    it is a call of replace: new processes come for the ranks that it leaves out
     """
 
     number: int
+    attempt: int
     exclude: frozenset[int] | None
-    over: tuple[int, ...]
+    failed: int = 0
     socket: bytes = bytes(NAME_BYTES)
     nonce: bytes = bytes(NONCE_BYTES)
     invited: tuple[int, ...] = ()
@@ -48,18 +50,18 @@ class Proposal:
 
     def pack(self) -> bytes:
         bits = sum(1 << rank for rank in self.exclude or ())
-        head = _HEAD.pack(self.number, self.exclude is not None, self.again, bits, self.socket, self.nonce)
-        numbers = [*self.over, *(self.invited or [0] * len(self.over))]
-        return head + struct.pack(f"<{len(numbers)}I", *numbers) + self.error[:_ERROR_BYTES]
+        numbers = self.number, self.attempt, self.failed
+        head = _HEAD.pack(*numbers, self.exclude is not None, self.again, bits, self.socket, self.nonce)
+        invited = struct.pack(f"<B{len(self.invited)}I", len(self.invited), *self.invited)
+        return head + invited + self.error[:_ERROR_BYTES]
 
     @classmethod
     def unpack(cls, data: bytes, world_size: int) -> Proposal:
-        number, named, again, bits, socket, nonce = _HEAD.unpack_from(data)
-        numbers = struct.unpack_from(f"<{2 * world_size}I", data, _HEAD.size)
+        number, attempt, failed, named, again, bits, socket, nonce = _HEAD.unpack_from(data)
+        invited = struct.unpack_from(f"<{data[_HEAD.size]}I", data, _HEAD.size + 1)
         exclude = frozenset(rank for rank in range(world_size) if bits >> rank & 1) if named else None
-        invited = numbers[world_size:] if any(numbers[world_size:]) else ()
-        error = data[_HEAD.size + 8 * world_size :]
-        return cls(number, exclude, numbers[:world_size], socket, nonce, invited, error, again)
+        error = data[_HEAD.size + 1 + 4 * len(invited) :]
+        return cls(number, attempt, exclude, failed, socket, nonce, invited, error, again)
 
     def hopeless(self, gone: set[int]) -> bool:
         """Whether it cannot succeed, because it does not leave out all of these ranks, which have ended."""

@@ -5,17 +5,19 @@
     they pass new control segments over sockets, whose names are in their pages, and set up the group over these
     each rank is READY; the leader votes for the group once all are, a READY rank that gives up votes against it
 
-The first vote counts (`ballot`): all have the new group, or all raise, even if a rank is killed or stopped between any
-two steps. `devtools/mailbox_model` visits every order of these steps (`shrink`), and of repeated calls
-(`shrink_calls`). No memory of the old group is used again, so late stores of an excluded rank cannot reach the new one.
+The calls that meet are one attempt. If it fails, each rank shows the error with the attempt's number, so that a call
+hears no error of an earlier attempt. The first vote counts (`ballot`): all have the new group, or all raise, even if a
+rank is killed or stopped between any two steps. `devtools/mailbox_model` visits every order of these steps (`shrink`),
+and of repeated calls (`shrink_calls`). No memory of the old group is used again, so late stores of an excluded rank
+cannot reach the new one.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, ResourceError, TricommError
@@ -47,9 +49,10 @@ class Shrink:
         self._socket = DescriptorSocket()
         self._segments: list[Segment] = []
         self._ballot = Ballot()
-        _, self._before = self._read(self._rank)
-        number, error = (0, b"") if self._before is None else (self._before.number, self._before.error)
-        self._mine = Proposal(number + 1, exclude, self._over(), error=error, again=again)
+        _, before = self._read(self._rank)
+        before = before or Proposal(0, 0, None)
+        number, attempt = before.number + 1, before.attempt + 1
+        self._mine = Proposal(number, attempt, exclude, before.failed, error=before.error, again=again)
         self._names: list[bytes] = []
         self._late: list[int] = []
 
@@ -68,14 +71,16 @@ class Shrink:
         """Wait until all ranks that are left ask for the same. Raises the same error on all of them if one gives up:
         `InvalidArgument` if they leave out different ranks, `PeerDied` if one has ended, `CollectiveTimeout` that names
         those that did not come; and `GroupAborted` if the others have gone on without this rank."""
-        poll(self._last_ended, self.deadline.left, *_PAUSES)
-        self._mine = replace(self._mine, over=self._over())
+        live = [theirs.attempt for _, phase, theirs in self._records() if phase not in (Phase.WITHDRAWN, Phase.DECIDED)]
+        self._join(*live)  # what failed before these is over
         if len(self._control.peers):
             self._socket.bind()
         self._post(Phase.PROPOSED, socket=self._socket.name)
         if not poll(self._agreed, self.deadline.left, *_PAUSES):
             what = "replace" if self._mine.again else "shrink"
-            raise self._timeout(f"rank(s) {self._late} did not call {what}, although their processes run")
+            raise self._timeout(
+                f"rank(s) {self._late} did not call {what}, although their processes run{self._failures()}"
+            )
 
     def connect(self) -> ControlPage:
         """Pass new control segments among the members, over sockets. Raises as `DescriptorSocket.exchange`, and the
@@ -130,10 +135,11 @@ class Shrink:
     def give_up(self, error: BaseException) -> bool:
         """Tell the others that this call has failed. True if that is too late, because the group is decided."""
         own, ready = self._control.own(), self._control.own().step >= self._step(Phase.READY)
-        if own.step == self._step(Phase.DECIDED):
-            return True
-        self._pair()
-        self._post(Phase.WITHDRAWN, error=packed_error(self._named(error)))
+        if own.step in (self._step(Phase.DECIDED), self._step(Phase.WITHDRAWN)):
+            return own.step == self._step(Phase.DECIDED)
+        failed = 0 if self._mine.hopeless(self._all_gone()) else self._mine.attempt
+        self._join(*(theirs.failed for _, _, theirs in self._records()))  # the next call hears none of these
+        self._post(Phase.WITHDRAWN, failed=failed, error=packed_error(self._named(error)))
         decided = ready and self._ballot.vote(False)
         if decided:
             own.step = self._step(Phase.READY)
@@ -148,42 +154,15 @@ class Shrink:
 
     # The ranks agree
 
-    def _pair(self) -> None:
-        """Match this call with peers' calls that gave up before it came; it is then no match of their next calls."""
-        over = list(self._mine.over)
-        for peer in self._control.peers:
-            phase, theirs = self._read(peer)
-            if theirs is not None and phase == Phase.WITHDRAWN and theirs.over[self._rank] == self._mine.number - 1:
-                over[peer] = min(over[peer], theirs.number - 1)
-        self._mine = replace(self._mine, over=tuple(over))
-
-    def _over(self) -> tuple[int, ...]:
-        steps = [divmod(self._control.page(rank).step, PHASES) for rank in range(self._control.world_size)]
-        return tuple(number if phase == Phase.WITHDRAWN else number - 1 for number, phase in steps)
-
-    def _last_ended(self) -> bool:
-        """Whether the calls that failed together with the last one of this rank are over on the other ranks."""
-        if self._before is None or self._before.hopeless(self._all_gone()):  # then no call failed together with it
-            return True
-        for peer in self._control.peers:
-            phase, theirs = self._read(peer)
-            over = phase in (Phase.WITHDRAWN, Phase.DECIDED)
-            if over or peer in (self._exclude or ()) or self._gone(peer):
-                continue
-            if theirs is None or (
-                theirs.over[self._rank] < self._mine.number - 1 and self._rank not in (theirs.exclude or ())
-            ):
-                return False
-        return True
+    def _join(self, *attempts: int) -> None:
+        """Let this call belong to the latest of these attempts and its own one."""
+        self._mine = replace(self._mine, attempt=max((self._mine.attempt, *attempts)))
 
     def _agreed(self) -> bool:
         control, rank = self._control, self._rank
         out = self._all_gone() if self._exclude is None else self._exclude  # before the pages are read
         said: dict[int, tuple[Phase, Proposal]] = {}
-        for peer in control.peers:
-            phase, theirs = self._read(peer)
-            if theirs is None:
-                continue
+        for peer, phase, theirs in self._records():
             if phase == Phase.DECIDED:
                 kept = [other for other, number in enumerate(theirs.invited) if number and other != rank]
                 how = "made the group again" if theirs.again else "gone on as a smaller group"
@@ -193,15 +172,23 @@ class Shrink:
         gone = self._all_gone()  # again: a peer whose page names other ranks may know of another end
         if self._mine.hopeless(gone):
             raise PeerDied("; ".join(self._ended(peer) for peer in sorted(gone - set(out))))
+        if self._exclude is None and gone != out:  # and a peer's call may have failed because of it
+            return False
         left = [peer for peer in range(control.world_size) if peer not in out]
         standing: dict[int, tuple[Phase, Proposal]] = {}
         for peer, (phase, theirs) in said.items():
-            if theirs.hopeless(gone - {peer}):
+            self._hear(peer, theirs, out)
+            if phase == Phase.WITHDRAWN or theirs.attempt < self._mine.attempt or theirs.hopeless(gone - {peer}):
                 continue  # its next call may succeed
-            self._refuse(peer, phase, theirs, out)
-            if phase != Phase.WITHDRAWN and peer not in out:
+            self._refuse(peer, theirs)
+            if peer not in out:
                 standing[peer] = phase, theirs
         self._late = [peer for peer in left if peer != rank and peer not in standing]
+        attempt = self._mine.attempt
+        self._join(*(theirs.attempt for _, theirs in standing.values()))
+        if attempt < self._mine.attempt:
+            self._post(Phase.PROPOSED)
+            return False
         if self._late:
             return False
         sockets = {rank: self._mine.socket} | {peer: theirs.socket for peer, (_, theirs) in standing.items()}
@@ -220,22 +207,29 @@ class Shrink:
         self._accept(invited, leader.nonce, sockets)
         return True
 
+    def _failures(self) -> str:
+        """How the latest calls of the ranks that have not come have failed, in words."""
+        late = [(peer, theirs.error) for peer, _, theirs in self._records() if peer in self._late and theirs.error]
+        return "".join(f"; rank {peer}'s last call failed: {_text(error)}" for peer, error in late)
+
     def _accept(self, invited: tuple[int, ...], nonce: bytes, sockets: dict[int, bytes]) -> None:
         self.members = tuple(peer for peer, number in enumerate(invited) if number)
         self._mine = replace(self._mine, invited=invited, nonce=nonce)
         self._names = [sockets[peer] for peer in self.members]
 
-    def _refuse(self, peer: int, phase: Phase, theirs: Proposal, out: Iterable[int]) -> None:
-        """Raise if this call cannot succeed, by the record of `peer`."""
-        mine = self._mine
-        awaited = theirs.over[self._rank] == mine.number - 1  # that call was meant to meet this one
-        if phase == Phase.WITHDRAWN:
-            refused = awaited and error_kind(theirs.error) is InvalidArgument  # it read this page first
-            if refused if peer in out else awaited or theirs.number > mine.over[peer]:
-                self._raise_as(peer, theirs)
-        elif (peer not in out or awaited) and not self._gone(peer) and self._differ(theirs):
+    def _hear(self, peer: int, theirs: Proposal, out: Iterable[int]) -> None:
+        """Raise the error of `peer` if it has failed this call's attempt. A rank that is left out fails it only if it
+        refuses the call."""
+        failed = theirs.failed >= self._mine.attempt
+        if failed and (peer not in out or error_kind(theirs.error) is InvalidArgument):
+            self._raise_as(peer, theirs)
+
+    def _refuse(self, peer: int, theirs: Proposal) -> None:
+        """Raise if `peer` asks for something else."""
+        if not self._gone(peer) and self._differ(theirs):
+            self._join(theirs.attempt)
             raise InvalidArgument(
-                f"rank {self._rank} {mine.asks()}, rank {peer} {theirs.asks()}: ask for the same on all of them"
+                f"rank {self._rank} {self._mine.asks()}, rank {peer} {theirs.asks()}: ask for the same on all of them"
             )
 
     def _differ(self, theirs: Proposal) -> bool:
@@ -314,13 +308,19 @@ class Shrink:
     def _step(self, phase: Phase) -> int:
         return self._mine.number * PHASES + phase
 
-    def _post(self, phase: Phase, socket: bytes | None = None, error: bytes | None = None) -> None:
+    def _post(self, phase: Phase, **changes: Any) -> None:
         """Write this rank's record, and then its word."""
-        mine = self._mine
-        self._mine = replace(mine, socket=socket or mine.socket, error=mine.error if error is None else error)
+        self._mine = replace(self._mine, **changes)
         own = self._control.own()
         own.put_shrink(self._mine.pack())
         own.step = self._step(phase)
+
+    def _records(self) -> Iterator[tuple[int, Phase, Proposal]]:
+        """The peers' phases and records, but those that are being written."""
+        for peer in self._control.peers:
+            phase, theirs = self._read(peer)
+            if theirs is not None:
+                yield peer, phase, theirs
 
     def _read(self, peer: int) -> tuple[Phase, Proposal | None]:
         """A rank's phase and its record; no record if it is being written."""
@@ -341,8 +341,13 @@ class Shrink:
         return f"rank {peer} {'closed the group' if closed else f'(pid {self._control.pid(peer)}) died'}"
 
     def _raise_as(self, peer: int, theirs: Proposal) -> NoReturn:
-        text = theirs.error[32:].decode(errors="ignore")
+        self._join(theirs.failed)
+        text = _text(theirs.error)
         raise error_kind(theirs.error)(text if text.startswith("rank ") else f"rank {peer}: {text}")
 
     def _timeout(self, text: str) -> CollectiveTimeout:
         return CollectiveTimeout(f"timeout after {self.deadline.waited:.1f} s: {text}")
+
+
+def _text(error: bytes) -> str:
+    return error[32:].decode(errors="ignore")

@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 import time
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import torch
@@ -107,9 +107,9 @@ def test_a_rank_that_is_left_out_and_wants_another_group_is_a_mismatch():
 
 def test_records_keep_all_that_they_say():
     for exclude, invited, again in ((None, (), True), (frozenset(), (3, 0), False), (frozenset([1]), (), True)):
-        said = Proposal(7, exclude, (1, 2), b"s" * 8, b"n" * 16, invited, b"why", again)
+        said = Proposal(7, 9, exclude, 8, b"s" * 8, b"n" * 16, invited, b"why", again)
         assert Proposal.unpack(said.pack(), 2) == said
-    long = Proposal(1, frozenset(range(64)), (1,) * 64, invited=(2,) * 64, error=b"x" * 5000)
+    long = Proposal(1, 1, frozenset(range(64)), invited=(2,) * 64, error=b"x" * 5000)
     assert len(long.pack()) <= shrink_bytes() and Proposal.unpack(long.pack(), 64).exclude == frozenset(range(64))
 
 
@@ -117,81 +117,6 @@ def shrink_bytes():
     from tricomm.store.page import SHRINK_BYTES
 
     return SHRINK_BYTES
-
-
-# A call that fails, and the next one
-
-
-def calls_of_a_fast_and_a_slow_rank(old):
-    """Rank 3 has ended, ranks 0 and 1 leave out rank 2, and then also rank 3 once they are told; rank 1 calls for the
-    first time in the middle of the second call of rank 0. How the calls of each failed before it had a group."""
-    again = threading.Event()
-    old[3].close()
-
-    def calls(rank):
-        failures, out = [], frozenset([2])
-        if rank:
-            assert again.wait(10)
-        while len(failures) < 5:
-            try:
-                made = shrunk(old[rank], out)
-                made.close()
-                return failures
-            except TricommError as error:
-                failures.append(type(error))
-                out = frozenset([2, 3])
-                if not rank:
-                    threading.Timer(0.1, again.set).start()
-        return failures
-
-    return in_threads(2, calls)
-
-
-def test_one_death_makes_one_call_of_each_rank_fail():
-    with nothing_left(), pages(4) as old:
-        assert calls_of_a_fast_and_a_slow_rank(old) == [[PeerDied], [PeerDied]]
-
-
-def test_without_a_look_at_calls_without_hope_a_fast_rank_fails_again(monkeypatch):
-    class Read(Proposal):
-        def hopeless(self, gone):
-            return False
-
-    monkeypatch.setattr(Proposal, "unpack", Read.unpack)
-    with pages(4) as old:
-        fast, slow = calls_of_a_fast_and_a_slow_rank(old)
-        assert len(fast) > 1
-
-
-def test_a_rank_that_does_not_see_that_another_left_the_call_is_waited_for_without_a_clock(monkeypatch):
-    ready, agreed = Shrink.look_at_members, Shrink._agreed
-    first = threading.Event()
-
-    def slow(part):  # rank 1 is starved in its first call, for longer than any pause
-        if part._rank == 1 and not first.is_set():
-            first.set()
-            time.sleep(2.5)
-        return ready(part)
-
-    def fails(part):
-        done = agreed(part)
-        if done and part._rank == 0 and part._mine.number == 1:
-            assert first.wait(10)
-            raise CollectiveTimeout("rank 0 has no time")
-        return done
-
-    monkeypatch.setattr(Shrink, "look_at_members", slow)
-    monkeypatch.setattr(Shrink, "_agreed", fails)
-    with nothing_left(), pages(2) as old:
-
-        def calls(rank):
-            with suppress(CollectiveTimeout):
-                return shrunk(old[rank], frozenset()), 0
-            return shrunk(old[rank], frozenset()), 1
-
-        outcomes = in_threads(2, calls)
-        assert [failed for _, failed in outcomes] == [1, 1]
-        close(made for made, _ in outcomes)
 
 
 # A rank gives up while the leader decides

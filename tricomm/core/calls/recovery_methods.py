@@ -66,10 +66,9 @@ class RecoveryMethods:
 
         On return this communicator is closed. Raises within `timeout` seconds (default: the communicator's), on all
         ranks that are left, which may then call it again: `InvalidArgument` if they exclude different ranks, `PeerDied`
-        if another rank ends meanwhile, `CollectiveTimeout` that names ranks that do not call it, `ResourceError`. The
-        next call may raise a peer's error of the earlier one; repeat it. A group without a fault stays usable until the
-        ranks agree. An excluded rank that still runs gets the group's fault in its call or at its next one, and
-        `GroupAborted` if it calls this.
+        if another rank ends meanwhile, `CollectiveTimeout` that names ranks that do not call it, `ResourceError`. A
+        group without a fault stays usable until the ranks agree. An excluded rank that still runs gets the group's
+        fault in its call or at its next one, and `GroupAborted` if it calls this.
         """
         out = arguments.excluded(exclude, self._group.rank, self._group.world_size)
         with self._recovering("shrink", timeout) as deadline:
