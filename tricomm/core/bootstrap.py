@@ -1,7 +1,7 @@
-"""The rendezvous of a communicator's ranks, and what they share afterwards: memory, or only NCCL.
+"""The rendezvous of a communicator's ranks, and the set-up of their shared memory, or of NCCL alone.
 
-On a CPU the ranks of a node share memory, or there is no group. On GPUs NCCL (`Options.nccl`) serves the groups whose
-ranks share none: those that span nodes, and machines without peer access. All ranks get the same result, because the
+On a CPU the ranks must be on one node and share memory. On GPUs NCCL (`Options.nccl`) serves groups whose ranks share
+no memory: groups that span nodes, and machines without peer access. All ranks get the same result, because the
 rendezvous and the opening of an arena succeed on all of them or fail on all of them.
 """
 
@@ -38,7 +38,7 @@ from tricomm.store.store_control import open_store_control
 from tricomm.topology.model import Topology
 
 log = logging.getLogger("tricomm")
-_TELL_SECONDS = 2.0  # to tell the other ranks that this one does not come
+_TELL_SECONDS = 2.0  # to tell the other ranks that this one does not join
 _NO_NCCL_ON_CPU = 'there is no NCCL for CPU tensors; the backend "tricomm" of torch.distributed sends them over TCP'
 
 
@@ -47,9 +47,9 @@ class Terms:
     """The terms on which a rank joins a group.
 
     timeout, rendezvous_timeout  bound each step, and the rendezvous, in seconds
-    router    of a group of `torch.distributed` or of an inference engine, which makes the calls that it does not send
-              to the kernels, and has compared the ranks' environments; None: this group's own
-    recorder  of that group, which records its calls; None: this group's own
+    router    for a group of `torch.distributed` or of an inference engine, which makes the calls that the router does
+              not send to the kernels, and has compared the ranks' environments; None: this group makes one
+    recorder  the flight recorder of such a group; None: this group makes one
     on_wait   is called periodically while this rank waits for the others at the rendezvous; an error that it raises
               ends the rendezvous on all ranks
     """
@@ -68,8 +68,8 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The memory and the facts that the ranks of a group share, and `Terms.recorder`; the group takes over the control
-    page and the arena. `origin`: the group out of which this one was made, in words; empty for a new one."""
+    """The memory and the facts that the ranks of a group share, and `Terms.recorder`; the group owns the control page
+    and the arena. `origin`: the group from which this one was made, in words; empty for a new one."""
 
     control: ControlPage
     arena: Arena
@@ -81,10 +81,10 @@ class Shared:
 
 
 class Rejoining(Protocol):
-    """How a rank meets those with which it makes a group out of an earlier one.
+    """How a rank meets the ranks with which it makes a group from an earlier one.
 
-    lender   this rank's arena of that group, if the new one uses its addresses
-    origin   that group, in words
+    lender   this rank's arena of the earlier group, if the new one uses its addresses
+    origin   the earlier group, in words
     """
 
     lender: Arena | None
@@ -96,11 +96,11 @@ class Rejoining(Protocol):
         """The pages of the group's ranks."""
 
     def met(self, control: ControlPage) -> None:
-        """Called with these pages, on all ranks together."""
+        """Called with the pages of `connect`, on all ranks together."""
 
 
 class NoArena(Arena):
-    """Stands for the memory of ranks that share none."""
+    """An empty arena, for ranks that share no memory."""
 
     kind = "none"
     nbytes = 0
@@ -133,8 +133,8 @@ def terms(
 
 
 def settings(store: Store, rank: int, world_size: int, options: Options | None) -> Options:
-    """`options`, or the defaults, with the settings that the environment makes for every group. If those are invalid,
-    raises `InvalidArgument`, and tells the other ranks."""
+    """`options`, or the defaults, with the settings that environment variables make for every group. If these are
+    invalid, raises `InvalidArgument`, and tells the other ranks."""
     try:
         return with_environment(options)
     except InvalidArgument as error:
@@ -145,12 +145,12 @@ def settings(store: Store, rank: int, world_size: int, options: Options | None) 
 def refuse_at(url: str, error: InvalidArgument) -> None:
     """If a launcher has started this rank, tell the ranks that meet at `url` that this one has no valid rank."""
     if env.text("RANK") or env.text("WORLD_SIZE"):
-        with suppress(TricommError):  # as a rank that hosts no store
+        with suppress(TricommError):  # not as rank 0, which would host a store
             refuse(open_store(url, 1, 2, _TELL_SECONDS)[0], -1, 1, _TELL_SECONDS, error)
 
 
 def fallback(device: torch.device, options: Options) -> tuple[str | None, str]:
-    """Which backend takes the calls that the kernels do not, or None and why there is none."""
+    """(name of the backend for calls that the kernels do not support, or None; the reason why there is none)."""
     if device.type == "cpu":
         return None, _NO_NCCL_ON_CPU
     return (NCCL, "") if options.nccl else (None, "Options(nccl=False)")
@@ -226,7 +226,7 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
 
 
 def rejoin(undo: ExitStack, way: Rejoining, terms: Terms) -> Shared:
-    """As `join`, for ranks of which some have been in a group, and new ones."""
+    """As `join`, for ranks that are or were in a group and, with `replace`, new ones."""
     undo.push(partial(leave, control := way.connect()))
     way.met(control)
     return replace(_share(undo, control, terms, lender=way.lender), origin=way.origin)
@@ -245,7 +245,8 @@ def _share(
     nodes: int = 1,
     lender: Arena | None = None,
 ) -> Shared:
-    """Share memory among ranks that have met, unless `why` gives a reason against it; at the addresses of `lender`."""
+    """Share memory among ranks that have met, unless `why` gives a reason against it. With a `lender`, its addresses
+    are used."""
     device, options, world_size = terms.device, terms.options, terms.world_size
     native, missing = fallback(device, options)
     topology: Topology | None = None
@@ -274,8 +275,8 @@ def _share(
 def leave(
     control: ControlPage, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Close the page of a set-up that has failed; the other ranks are told what has stopped this one, and raise an
-    error of the same class if it is tricomm's own."""
+    """Close the page of a set-up that has failed. The other ranks are told the reason, and raise an error of the same
+    class if it is a `TricommError`."""
     if error is not None:
         named = type(error) if isinstance(error, TricommError) else GroupAborted
         text = f"rank {control.rank} was stopped by {type(error).__name__}: {error}"
@@ -284,7 +285,7 @@ def leave(
 
 
 def _only_nccl(control: ControlPage, why: str, timeout: float) -> None:
-    """Raise on all ranks if NCCL is missing: without it no call could be made."""
+    """Raise on all ranks if NCCL is missing, because then no call could be made."""
     try:
         nccl.load(control, timeout)
     except ResourceError as error:

@@ -1,12 +1,12 @@
-"""Machine code that was made before, in files: each kernel by the key of its sources, compiler and architecture.
+"""Prebuilt machine code in files; each kernel is found by the key of its sources, compiler and architecture.
 
     DIRECTORY/sm_90-triton3.9.0-<digest of the kernels' sources>/all_reduce_one_shot-<key>.json
 
-A directory is one of `TRICOMM_CUBINS`, or the installed package `tricomm_cubins`, whose files are trusted as its code
-would be. The files are not those of Triton's cache, which this does without: Triton finds an entry there by the
-version of ptxas, which it runs for that, and by absolute paths, and neither is there on a machine that only runs the
-kernels. The key (`compiler.key_of`) consists of the rest of Triton's. A file that is broken, or that other users could
-have written, is not used; that is said once, and the kernel is compiled.
+DIRECTORY is one of `TRICOMM_CUBINS`, or the installed package `tricomm_cubins`, whose files are trusted like code.
+Triton's cache is not used, because its keys contain the version of ptxas, which Triton runs to get it, and absolute
+paths; a machine that only runs the kernels has neither. The key (`compiler.key_of`) consists of the other parts of
+Triton's key. A file that is broken, or that other users could have written, is not used: there is one warning, and the
+kernel is compiled.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tricomm.store import files
 log = logging.getLogger("tricomm")
 VARIABLE, PACKAGE = "TRICOMM_CUBINS", "tricomm_cubins"
 _SCHEMA = 1
-_MOST_BYTES = 16 << 20  # of a file, and of a cubin: hundreds of times more than any has
+_MOST_BYTES = 16 << 20  # of a file, and of a cubin: hundreds of times the size of any
 _said: set[str] = set()
 
 
 class Metadata(NamedTuple):
-    """Of Triton's metadata what a launch needs."""
+    """The part of Triton's metadata that a launch needs."""
 
     name: str
     num_warps: int
@@ -47,11 +47,11 @@ class Metadata(NamedTuple):
 
 
 class Prebuilt(NamedTuple):
-    """Takes the place of Triton's compiled kernel in a launch."""
+    """Replaces Triton's compiled kernel in a launch."""
 
     asm: dict[str, bytes]
     metadata: Metadata
-    instead: Any = None  # makes the compiled form, for a reason and the arguments of `compile_kernel`
+    instead: Any = None  # function of a reason and the arguments of `compile_kernel` that compiles the kernel
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def saved(directory: Path, name: str, key: str, capability: int) -> int:
 
 
 def find(name: str, key: str, capability: int) -> Prebuilt | None:
-    """The machine code of a kernel; None if no directory has it, or a broken file: then nothing is raised."""
+    """The machine code of a kernel; None if no directory has it, or only a broken file. Raises nothing."""
     for directory, trusted in _directories():
         folder = directory
         try:
@@ -128,7 +128,7 @@ def find(name: str, key: str, capability: int) -> Prebuilt | None:
 
 
 def check() -> None:
-    """Raises `InvalidArgument` for a directory of `TRICOMM_CUBINS` that is not used."""
+    """Raises `InvalidArgument` for a directory in `TRICOMM_CUBINS` that does not exist."""
     for directory, trusted in _directories():
         if not trusted and not directory.is_dir():
             raise InvalidArgument(f"{VARIABLE}: there is no directory {directory}")
@@ -137,14 +137,14 @@ def check() -> None:
 
 
 def _directories() -> list[tuple[Path, bool]]:
-    """Where to look, in order, and whether what is there is trusted like this code."""
+    """The directories to search, in order, and for each whether its files are trusted like this code."""
     given = [(Path(part), False) for part in (env.text(VARIABLE) or "").split(os.pathsep) if part]
     try:
         package = importlib.util.find_spec(PACKAGE)
     except (ImportError, ValueError) as error:
         say(f"package {PACKAGE}: {error}")
         return given
-    if package is None or package.origin is None:  # without an `__init__.py` any folder of that name
+    if package is None or package.origin is None:  # without an `__init__.py` it could be any folder of that name
         return given
     return given + [(Path(part), True) for part in package.submodule_search_locations or ()]
 
@@ -175,7 +175,7 @@ def content(path: Path) -> bytes:
 
 
 def _prebuilt(text: bytes, key: str) -> Prebuilt:
-    """The code in a file of the kernel of `key`. Raises `ValueError` or `zlib.error` for any other file."""
+    """The code in `text`, the file of the kernel of `key`. Raises `ValueError` or `zlib.error` for any other file."""
     file = typed_json.decode(text, _File, strict=True)
     if file.schema != _SCHEMA or file.key != key or file.sha256 != file.digest():
         raise ValueError("it is broken, or of another kernel")
@@ -192,7 +192,7 @@ def _why(error: Exception) -> str:
 
 
 def say(text: str) -> None:
-    """Warn, once a process, that prebuilt code is not used."""
+    """Warn, once per process, that prebuilt code is not used."""
     if text not in _said:
         _said.add(text)
         log.warning("prebuilt machine code: %s; a kernel that is not found elsewhere has to be compiled", text)

@@ -1,9 +1,9 @@
 """Which kernels of a group are dependent launches (`kernels/device/dependent_launch.py`), the same on all ranks.
 
-A kernel that begins early takes room on the GPU while the one before it still runs. A group's kernels have the room of
-`Options.max_blocks` blocks, on which calls of other groups and streams rely. So a kernel is a dependent launch if it
-has at most half of these blocks, as in short calls: two such kernels fit into that room, and a third begins after the
-first has ended, because a kernel signals after its own wait (`devtools/mailbox_model/residency.py`).
+A kernel that begins early occupies SMs while the previous one still runs. Calls of other groups and streams rely on a
+group's kernels having at most `Options.max_blocks` resident blocks. So a kernel is a dependent launch if it has at most
+half of these blocks, as in short calls: two such kernels stay within the limit, and a third begins only after the first
+has ended, because a kernel signals after its own wait (`devtools/mailbox_model/residency.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ASKED, _VARIABLE, _DEVICE = range(1, len(_REASONS))
 
 
 def agree(control: ControlPage, options: Options, facts: DeviceFacts, timeout: float) -> str:
-    """Why no kernel of the group is a dependent launch; empty if some are. Called by all ranks together."""
+    """The reason why no kernel of the group is a dependent launch; empty if some are. Called by all ranks together."""
     mine = _ASKED if not options.dependent_launch else _VARIABLE if not env.dependent_launch() else 0
     mine = mine or (0 if facts.dependent_launch else _DEVICE)
     answers = control.exchange(bytes([mine]), "dependent launches", timeout)
@@ -33,7 +33,7 @@ def agree(control: ControlPage, options: Options, facts: DeviceFacts, timeout: f
 
 
 def refusal(facts: SelectionFacts, blocks: int) -> str:
-    """Why a kernel of `blocks` blocks is no dependent launch; empty if it is one."""
+    """The reason why a kernel of `blocks` blocks is no dependent launch; empty if it is one."""
     if facts.no_dependent_launch or 2 * blocks <= facts.max_blocks:
         return facts.no_dependent_launch
     return f"{blocks} blocks are over half of the {facts.max_blocks} that this group may have"

@@ -1,9 +1,9 @@
 """The wrapper of every public call of a communicator: a guard against interrupts, which also sets the current device.
 
-Python runs a signal's handler between any two of its instructions: Ctrl-C, or an exception that another handler raises,
-may happen after a lock is taken and before the `try` that releases it. So no call relies on its own `finally` alone. If
-anything but one of tricomm's own errors leaves a public call, the group is aborted and the other ranks are told; and
-any exception that leaves the call releases the lock.
+Python runs signal handlers between any two instructions: Ctrl-C, or an exception of another handler, may come after a
+lock is taken and before the `try` that releases it. So a call's own `finally` is not enough. If an exception that is
+not a `TricommError` leaves a public call, the group is aborted and the other ranks are told; and any exception that
+leaves the call releases the lock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tricomm.store.bounded_store import first_line
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _codes: set[CodeType] = set()
-# Of what the system refuses at a limit: descriptors, memory, threads, space.
+# errno of a limit: descriptors, memory, threads, space
 _REFUSALS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.ENOBUFS}
 
 
@@ -44,7 +44,7 @@ class CallLock:
         self.mine: Callable[[], bool] = lock._is_owned
 
     def release_all(self) -> None:
-        """Release the lock if this thread holds it, however often it has taken it."""
+        """Release the lock if this thread holds it, even if it was taken several times."""
         while self.mine():
             self.release()
 
@@ -52,7 +52,7 @@ class CallLock:
 class Guard:
     """Handles the exceptions that leave a communicator's calls.
 
-    An exception that is not tricomm's own may have happened at any instruction, even after this rank has announced the
+    An exception that is not a `TricommError` may be raised at any instruction, even after this rank has announced the
     call to its peers. So `interrupted` is called with it, which aborts the group.
     """
 
@@ -60,7 +60,8 @@ class Guard:
         self._lock, self._interrupted = lock, interrupted
 
     def unwound(self, error: BaseException) -> None:
-        """`error` leaves a guarded call; raises a `ResourceError` for what the system has refused."""
+        """Called when `error` leaves a guarded call; raises a `ResourceError` if it says that the system refused a
+        resource."""
         try:
             if not isinstance(error, TricommError):
                 self._interrupted(error)
@@ -75,7 +76,7 @@ class Guard:
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code not in _codes:
             frame = frame.f_back
-        # Not that frame's variables: they hold the exception, which holds the frame.
+        # Without reading that frame's variables: they refer to the exception, which refers to the frame.
         while frame is not None and (frame := frame.f_back) is not None:
             if frame.f_code in _codes and frame.f_locals["self"]._guard is self:
                 return True
@@ -85,15 +86,15 @@ class Guard:
 def entry(method: _Method) -> _Method:
     """Marks a public method whose `except` clause calls `Guard.unwound`. Its object has `_guard`.
 
-    The clause is written out where every microsecond counts; `guarded` adds it.
+    The clause is written out where every microsecond counts; elsewhere `guarded` adds it.
     """
     _codes.add(cast(Any, method).__code__)
     return method
 
 
 def guarded(method: _Method) -> _Method:
-    """`method` with the guard around it. Its object has `_guard`, which is told of every exception that leaves it, and
-    `_gpu`, which is the current device inside, or None."""
+    """`method` with the guard around it. Its object has `_guard`, which gets every exception that leaves the method,
+    and `_gpu`, the current device inside it, or None."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **keywords: Any) -> Any:
@@ -109,12 +110,12 @@ def guarded(method: _Method) -> _Method:
 
 
 def on_device(gpu: Gpu | None, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, with `gpu` as the current device inside."""
+    """`method`, run with `gpu` as the current device."""
     return method if gpu is None or gpu.current_device() == gpu.index else gpu.under(method)
 
 
 def _fit(method: Callable[..., Any], *args: Any, **keywords: Any) -> bool:
-    """Whether the arguments fit the signature: a call that they do not fit has not begun."""
+    """Whether the arguments fit the signature; if not, the call has not begun."""
     try:
         inspect.signature(method).bind(*args, **keywords)
     except TypeError:
@@ -123,8 +124,8 @@ def _fit(method: Callable[..., Any], *args: Any, **keywords: Any) -> bool:
 
 
 def set_up(make: Callable[[ExitStack], None]) -> None:
-    """Run `make`; if it raises, undo what it has put on the stack. Raises a `ResourceError` for what the system has
-    refused."""
+    """Run `make`; if it raises, undo the steps that it has put on the stack. Raises a `ResourceError` if the system
+    refused a resource."""
     undo = ExitStack()
     try:
         _named(make, undo)  # noqa: E701
@@ -144,10 +145,10 @@ def _named(make: Callable[[ExitStack], None], undo: ExitStack) -> None:
 def name_refusal(error: BaseException) -> None:
     """Raises `ResourceError` if `error` says that the system or torch's allocator refuses something.
 
-    A signal's handler may raise any other `OSError`, for example a `TimeoutError`: it stays as it is.
+    Any other `OSError`, for example a `TimeoutError`, may be from a signal handler and is raised unchanged.
     """
     memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     refused = isinstance(error, OSError) and error.errno in _REFUSALS
     if (refused or memory) and not isinstance(error, TricommError):
-        # Without a variable for the new error: it would refer to this frame, and the frame to it and to all memory.
+        # No variable for the new error: it would refer to this frame, and the frame to it and to all memory.
         raise ResourceError(f"{first_line(error)}: a limit of this process or of the machine is reached") from error

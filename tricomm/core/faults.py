@@ -1,6 +1,6 @@
-"""The faults of a group: a kernel's report in words, what a call raises, what the other ranks are told.
+"""The faults of a group: kernels' reports in words, the errors that calls raise, and those that the other ranks get.
 
-The monitor finds a fault; a fault costs the group and nothing else.
+The monitor detects faults. A fault ends the group and nothing else.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _STATUS, _ABORT = layout.STATUS, layout.ABORT
 
 
 class Faults:
-    """One group's faults. Methods of this class describe to the monitor what kernels report.
+    """One group's faults. Methods of this class turn kernels' reports into faults for the monitor.
 
-    handles    the numbers of the calls' handles
-    completed  the calls of handles up to this number had completed before the group had a fault
+    handles    counts the handles of calls
+    completed  calls whose handles have numbers up to this one had completed before the group had a fault
     """
 
     def __init__(self, group: Group, monitor: Monitor, remedy: str = "") -> None:
-        """`remedy`: how ranks that share memory go on after a fault, in words."""
+        """`remedy`: what ranks that share memory can do after a fault, in words."""
         self.group = group
         self._remedy = f"{remedy}, or make" if remedy and group.control.peers else "make"
         self.monitor = self._monitor = monitor
@@ -70,8 +70,8 @@ class Faults:
             self.raise_refused()
 
     def checked(self, x: Any, what: str) -> torch.Tensor:
-        """`x`, a tensor or a symmetric handle, as the tensor of a call. Raises as `check_usable`, and
-        `InvalidArgument` for a tensor that no backend can take."""
+        """The tensor of a call with `x`, a tensor or a symmetric handle. Raises as `check_usable`, and
+        `InvalidArgument` for a tensor that no backend supports."""
         self.check_usable()
         tensor = x.local if isinstance(x, Symmetric) else x
         arguments.check_tensor(tensor, self.group.device, what)
@@ -97,7 +97,7 @@ class Faults:
             self.raise_fault()
 
     def raise_fault(self) -> NoReturn:
-        """Raise the group's fault, which is known or being recorded this very moment."""
+        """Raise the group's fault, which is known or is being recorded by another thread."""
         fault = self._monitor.fault
         if fault is None:
             fault = self._monitor.abort(self.of(GroupAborted, "the group was aborted"))
@@ -114,7 +114,8 @@ class Faults:
 
     @contextmanager
     def abort_on_error(self, what: str) -> Iterator[None]:
-        """Around a joint step of all ranks: aborts the group if the step fails, and not with the same error on all."""
+        """A context manager for a step that all ranks make: aborts the group if the step fails in a way that differs
+        between ranks."""
         try:
             yield
         except (InvalidArgument, ResourceError):
@@ -125,13 +126,13 @@ class Faults:
             raise
 
     def late(self, seconds: float, text: str) -> CollectiveTimeout:
-        """The error of a wait that has taken `seconds`; the group stays usable."""
+        """The `CollectiveTimeout` of a wait of `seconds`; the group stays usable."""
         error = CollectiveTimeout(f"{self.group}: timeout after {seconds:g} s: {text}")
         self.group.recorder.name_in(error)
         return error
 
     def abort(self, kind: type[TricommError], text: str) -> None:
-        """Abort the group, and tell the others; the first fault stays."""
+        """Abort the group, and tell the other ranks. A later fault does not replace the first."""
         self._monitor.abort(self.of(kind, text))
 
     def interrupted(self, error: BaseException) -> None:
@@ -140,8 +141,8 @@ class Faults:
             self.abort(GroupAborted, f"rank {self.group.rank} was stopped by {_name(error)}")
 
     def loaded(self, bind: Callable[..., BoundKernel], *arguments: Any, **keywords: Any) -> BoundKernel:
-        """A kernel by `bind`, which compiles and loads it, while the peers' calls have no time limit. If this rank
-        alone cannot, its peers would wait for it: so an error aborts the group, as in `not_launched`."""
+        """The kernel that `bind` compiles and loads; meanwhile the peers' calls have no time limit. An error aborts the
+        group, as in `not_launched`, because the peers would wait for this rank."""
         try:
             with self._loading():
                 return bind(*arguments, **keywords)
@@ -151,8 +152,8 @@ class Faults:
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """Lets the peers see that this rank loads a kernel."""
-        with self._counting:  # several threads may
+        """A context manager: tells the peers that this rank loads a kernel."""
+        with self._counting:  # several threads may load at once
             self.group.words[layout.LOADING] += 1
         try:
             yield
@@ -161,9 +162,9 @@ class Faults:
                 self.group.words[layout.LOADING] -= 1
 
     def not_launched(self, error: BaseException) -> None:
-        """`error` has ended a call whose kernel the peers may be waiting for: abort the group.
+        """Abort the group, because `error` has ended a call for whose kernel the peers may wait.
 
-        Raises a `ResourceError` that says so for one that the driver has refused.
+        Raises a `ResourceError` that says so if the driver refused the launch.
         """
         self.interrupted(error)
         if isinstance(error, ResourceError):
@@ -173,7 +174,7 @@ class Faults:
             ) from error
 
     def of(self, kind: type[TricommError], text: str, culprit: int | None = None) -> Fault:
-        """A fault of this rank's latest call; `culprit` is the rank to blame, by default this one."""
+        """A `Fault` of this rank's latest call; `culprit` is the rank that caused it, by default this one."""
         rank = self.group.rank
         sequence = self.group.control.page(rank).sequence()
         return Fault(kind.__name__, rank if culprit is None else culprit, sequence, text)

@@ -1,5 +1,5 @@
-"""A group of ranks: this rank's place in it, the memory that the ranks share, the lifetime of both, and the services
-that it needs: kernels, a monitor, tuning tables."""
+"""A group of ranks: this rank's place in it, the memory that the ranks share, their lifetime, and the services that the
+group needs: kernels, a monitor, tuning tables."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from tricomm.store.process import forks
 
 @dataclass(eq=False)
 class Runtime:
-    """The services of ranks that are processes, or streams of one; the explorer's tasks override them.
+    """The services of ranks that are processes, or streams of one process; the explorer overrides them.
 
-    no_symmetric   why there is no symmetric memory; None if there is
+    no_symmetric   why there is no symmetric memory; None if there is some
     """
 
     no_symmetric: str | None = None
@@ -72,8 +72,8 @@ class Runtime:
         bits: int | None,
         aligned: bool,
     ) -> None:
-        """Have the machine code that `bind` loads for a kernel, its constexprs, the width of its integers and the
-        tensors' alignment, made `by` that function if this process has none."""
+        """Make the machine code that `bind` loads for these arguments by calling `by`, if this process does not have
+        it."""
         if device.type == "cuda":
             capability = cuda_launcher.torch_device(device).capability
             cuda_launcher.code_of(kernel, constexprs, bits, aligned, capability, by)
@@ -97,11 +97,11 @@ class Runtime:
     def register(
         self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any, no_multicast: str
     ) -> Arena:
-        """The memory of every rank's own tensor, as `open_registered`; called by all ranks together."""
+        """Register every rank's tensor, as `open_registered`; called by all ranks together."""
         return open_registered(control, tensor, timeout, group, no_multicast)
 
     def table(self, control: ControlPage, box: Fingerprint, timeout: float) -> TunedTable | None:
-        """The user's own tuning table for this kind of box; called by all ranks together."""
+        """The user's tuning table for this kind of machine; called by all ranks together."""
         return user_tables.agree(control, box, timeout)
 
 
@@ -116,27 +116,27 @@ _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 class Group:
     """One rank's end of a group. The constructor is collective, and takes over the contents of `shared`.
 
-    rank, world_size   this rank's number, and how many there are
+    rank, world_size   this rank's number, and the number of ranks
     name               the group's, the same on all ranks
     device, gpu        of this rank's tensors; `gpu` is None if the kernels are interpreted on a CPU
     origin             the group out of which this one was made, in words; empty for a new one
-    simulated          whether the kernels are interpreted: no time measured then says anything about a GPU
-    table              int64 tensor that users' kernels read everything from: ranks, addresses, sizes
+    simulated          whether the kernels are interpreted; then times say nothing about a GPU
+    table              int64 tensor, the group table for users' kernels: ranks, addresses, sizes
     argument           the same for the shipped kernels: `layout.group_argument`
-    routes             the backends for its calls
+    routes             which backends its calls use
     recorder           records its last calls
     words, flags       the control words that the kernels and the host of this rank share; `flags` reads faster
     closed             whether it has been closed, or this process is a forked child
     suspended          whether its memory has been freed
     recovering         the lock of `shrink` and `replace`
-    refusing           whether calls are refused: it is closed or suspended
+    refusing           whether calls are refused, because it is closed or suspended
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device
-    handles            the number of symmetric handles that were made
+    handles            counts the symmetric handles that were made
     no_dependent_launch  why none of its kernels is a dependent launch; empty if some are
     owned              symmetric memory that is not closed, by the number of its handle; it ends with the group
     registered         users' tensors that all ranks reach, and their arenas, by the number of the handle; these arenas
-                       end with the group, too
-    unregistered       why the user's memory could not be shared the last time
+                       also end with the group
+    unregistered       why a user's memory could not be shared the last time
     """
 
     words: NDArray[np.int64]
@@ -172,7 +172,7 @@ class Group:
         self.flags = memoryview(self.words)  # type: ignore[arg-type]  # reads faster than an array
         self.begin()
         facts = runtime.facts(device)
-        # This exchange also confirms that every rank has written its tables: only after it may a kernel run.
+        # This exchange also confirms that every rank has written its tables; no kernel may run before it.
         agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)
         self.device_class, self.max_blocks = agreed
         self.no_dependent_launch = "no kernel runs on a GPU"
@@ -182,7 +182,7 @@ class Group:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The kind of box that this group runs on: tuning tables are keyed by it."""
+        """The kind of machine on which this group runs, the key of tuning tables."""
         return user_tables.fingerprint(self.device_class, self.device, self.world_size, self.topology)
 
     @property
@@ -191,18 +191,18 @@ class Group:
         return [(base, self.arena.nbytes) for base in self.arena.bases]
 
     def captured(self, what: str) -> InvalidArgument | None:
-        """Why `what`, which allocates or frees memory, is refused; None unless a graph is being captured."""
+        """The error for `what`, which allocates or frees memory, if a graph is being captured; else None."""
         if self.gpu is None or not self.gpu.capturing():
             return None
         return InvalidArgument(f"{what}: the current stream captures a CUDA graph; {what} before or after the capture")
 
     def begin(self) -> None:
-        """Write what kernels expect before the first call into zeroed memory and the control words: tables, and message
-        counters. Called again after a resume. No kernel may run before every rank has done it."""
+        """Initialise zeroed memory and the control words for kernels: tables and message counters. Called at first and
+        after a resume. No kernel may run before every rank has done it."""
         self.words[layout.STARTED] = 0
         self.words[layout.ENDED : layout.CONTROL_WORDS] = self.options._tuning.first_epoch
         self.table, self.argument = self._write_table() if self.routes.no_kernels is None else _NO_TABLE
-        if self.gpu is not None:  # the first kernel may run on another stream than these copies
+        if self.gpu is not None:  # because the first kernel may run on another stream than these copies
             self.gpu.synchronize()
 
     def _write_table(self) -> tuple[torch.Tensor, GroupArgument]:
@@ -231,11 +231,12 @@ class Group:
             arena.suspended = suspended
 
     def live_arenas(self) -> dict[int, Arena]:
-        """The memory that ranks share: the arena as number 0, and symmetric memory by the numbers of its handles."""
+        """The arenas that are open, by number: 0 is the group's arena, others are symmetric memory by the number of the
+        handle."""
         return {0: self.arena, **self.owned}
 
     def memory(self) -> HeldMemory:
-        """The memory of its device that this rank holds."""
+        """The amount of its device's memory that this rank holds."""
         live = self.live_arenas().values()
         held = 0 if self.suspended else sum(arena.nbytes for arena in live if not arena.closed)
         return HeldMemory(self.arena.kind, held, self.suspended)
@@ -243,8 +244,8 @@ class Group:
     def leave_to_graphs(self, undo: ExitStack) -> None:
         """Leave the memory to the graphs that were captured over it; `undo` ends the rest.
 
-        A graph may be replayed at any time until the process ends. Its kernels are told to leave, so a replay ends
-        soon, and its output is undefined.
+        A graph may be replayed at any time until the process ends. The abort word stays set, so a replay ends soon,
+        with an undefined output.
         """
         self.words[layout.ABORT] = 1
         undo.callback(self.control.set_state, RankState.CLOSED)
@@ -252,7 +253,8 @@ class Group:
             undo.callback(arena.keep)
 
     def release(self, undo: ExitStack, acknowledged: bool) -> None:
-        """Let `undo` free the memory, but not the arena if a peer has yet to acknowledge a message in it."""
+        """Let `undo` free the memory, except the arena if a peer may still write an acknowledgement to it (not
+        `acknowledged`)."""
         undo.callback(self.control.close)
         if acknowledged:
             undo.callback(self.arena.close)
@@ -260,8 +262,8 @@ class Group:
             undo.callback(arena.close)
 
     def drop(self, stop: Callable[[], None]) -> None:
-        """Release everything after the communicator was collected without `close`, and `stop` its monitor; the other
-        ranks see that it closed."""
+        """Release everything after the communicator was garbage-collected without `close`, and `stop` its monitor. For
+        the other ranks it has closed."""
         log.warning("%s was dropped without close()", self)
         self.close()
         with ExitStack() as undo:
@@ -281,7 +283,7 @@ class Group:
 
 
 def _after_fork() -> None:
-    """In a child: its copies of the groups are closed, so that a call need not ask in which process it is made."""
+    """Called in a forked child: marks its copies of the groups as closed, so that calls need not check the process."""
     for group in list(_groups):
         group.closed = group.refusing = True
 

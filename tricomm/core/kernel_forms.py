@@ -1,7 +1,7 @@
-"""The compiled forms of the kernels that calls of one kind can launch, whatever their sizes and the tensors' addresses.
+"""The compiled forms of the kernels that calls of one kind can launch, for all sizes and addresses of tensors.
 
-By the code that makes launch plans, with a `bind` that keeps what it is given. A plan's form follows from the size
-by steps: at the ends of table rows, and at powers of two of a rank's part of the call (`launch_shapes`).
+Found by the code that makes launch plans, with a `bind` that records its arguments. The form changes with the size only
+in steps: at the ends of table rows, and at powers of two of a rank's part of the call (`launch_shapes`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Choose = Callable[[Request, int, str], Choice]  # for a request, its bytes and i
 
 
 class KernelForm(NamedTuple):
-    """The arguments of `launch_plan.Bind`; in place of further arguments there are zeros."""
+    """The arguments of `launch_plan.Bind`, with zeros in place of `more`."""
 
     kernel: Any
     blocks: int
@@ -54,7 +54,7 @@ def of_calls(site: SelectionFacts, request: Request, choose: Choose, most_bytes:
     row = 1 if dtype is None else dtype.itemsize if epilogue is None else dtype.itemsize * epilogue.hidden
     for mode in _MODES:
         sizes = _sizes(site, request, mode, _MOST_BYTES if most_bytes is None else most_bytes)
-        # Rounded up, too, because the first size of a table's row may be no multiple.
+        # Also rounded up, because the first size of a table's row may be no multiple.
         multiples = (max(row, n * row) for size in sizes for n in (size // row, -(-size // row)))
         for whole in [0] if dtype is None else dict.fromkeys(multiples):
             sized = request.sized(dtype, 0 if dtype is None else whole // dtype.itemsize)
@@ -66,7 +66,7 @@ def of_calls(site: SelectionFacts, request: Request, choose: Choose, most_bytes:
 
 
 def _sizes(site: SelectionFacts, request: Request, mode: str, most: int) -> Iterator[int]:
-    """Sizes in bytes among which each step of a plan's form has one."""
+    """Sizes in bytes, at least one for each form that a plan may have."""
     if request.dtype is None or collective_specs.COLLECTIVES[request.collective].uneven:
         yield 0 if request.dtype is None else UNKNOWN
         return

@@ -1,4 +1,4 @@
-"""A call's request and its launch plan: everything that its shape decides, worked out once."""
+"""A call's request and its launch plan, which holds everything that depends only on the request and the shape."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ Bind = Callable[[Any, int, dict[str, Any], int | None, bool, Sequence[int | torc
 class Request(NamedTuple):
     """A call as all ranks agree on it. A tuple, because that hashes quickly.
 
-    collective, op        their names; `op` is None if there is none
+    collective, op        names; `op` is None if there is none
     algorithm, protocol   the kernel that the caller forces; None leaves the choice to selection
     root                  the rank that sends or receives all rows; -1 if there is none
-    handle, fitting       symmetric memory that peers read in place, and the algorithms that fit such a call
-    into                  symmetric memory for the result; None: memory of this rank alone
+    handle, fitting       symmetric memory that peers read in place, and the algorithms that support such a call
+    into                  symmetric memory for the result; None: ordinary memory
     epilogue              the steps after the all-reduce of an `all_reduce_rms_norm` or an `all_reduce_rows`
     dtype, elements       the tensors' type, and elements a row; None and 0 until the tensors have been checked
 
-    The numbers of uneven rows are not part of it: they differ between ranks and between calls.
+    The numbers of uneven rows are not part of it, because they differ between ranks and between calls.
     """
 
     collective: str
@@ -72,16 +72,16 @@ class Request(NamedTuple):
 
     @property
     def forced(self) -> bool:
-        """Whether the caller leaves no choice, so that only the kernels can take the call."""
+        """Whether the caller forces a kernel, so that no other backend can run the call."""
         own = self.epilogue is not None and self.epilogue.own
         return own or self.algorithm is not None or self.protocol is not None or self.handle is not None
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One kernel, bound to a shape. A launch only adds the addresses, the call number, and the numbers of uneven rows.
+    """A kernel, bound to a shape. A launch only adds the addresses, the call number, and the numbers of uneven rows.
 
-    `numel` is the kernel's count, of raw elements; each call adds `weight` to the total of `tally`.
+    `numel` is the kernel's count, in raw elements; each call adds `weight` to the total of `tally`.
     """
 
     choice: Choice
@@ -97,8 +97,8 @@ class LaunchPlan:
 def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> LaunchPlan:
     """Bind `choice` to the request, by `Runtime.bind`. Raises `InvalidArgument` for an op that the type does not have.
 
-    `aligned` is a fact of this rank's tensors alone: it picks another compiled form of the same kernel, and is no part
-    of the fingerprint or of anything that a peer sees.
+    `aligned` depends on this rank's tensors alone: it selects a compiled form of the same kernel, and is not part of
+    the fingerprint or of anything that a peer sees.
     """
     kernel = registry.find(request.collective, choice.algorithm, choice.protocol, choice.zero_copy)
     values = constexprs(site, choice, kernel)
@@ -128,7 +128,7 @@ def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, 
 def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) -> tuple[int, PackedDescriptor]:
     """The fingerprint of a call, and its record, which the peers read."""
     collective, epilogue = choice.collective, request.epilogue
-    if epilogue is not None:  # also if a plain all-reduce runs before it
+    if epilogue is not None:  # also if the all-reduce runs unfused
         collective, op = choice.collective if choice.fused else FUSED, epilogue.text()
     kernel, count, root = (choice.algorithm, choice.protocol), request.elements, request.root
     launch = choice.blocks, choice.block, mode, _handles(choice, request)
@@ -140,7 +140,7 @@ def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) 
 
 
 def _handles(choice: Choice, request: Request) -> int | tuple[int, int]:
-    """The numbers of the handles that have to be the same on all ranks: the output's only if peers write to it."""
+    """The numbers of the handles that must be the same on all ranks; the output's handle only if peers write to it."""
     number = request.handle.number if request.handle is not None else 0
     if request.into is None or request.into is request.handle or choice.algorithm != "multicast":
         return number
@@ -169,7 +169,7 @@ def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) ->
     }
     values["DEPENDENT"] = gpu and not dependent_launch.refusal(site, choice.blocks)
     values["COMPACT"] = choice.registers < MOST_REGISTERS
-    # LANES is the number of threads: the two go together.
+    # LANES is the number of threads, so it depends on num_warps.
     more = COMPILE_OPTIONS | {"num_warps": choice.warps, "maxnreg": choice.registers}
     return values | more if gpu else values
 
@@ -185,7 +185,8 @@ def choose_fused(site: SelectionFacts, request: Request, mode: str) -> Choice | 
     epilogue, dtype = request.epilogue, arguments.DTYPES.get(request.dtype) if request.dtype is not None else None
     if epilogue is None or dtype is None:
         return "there is no epilogue"
-    if isinstance(epilogue, UserEpilogue) or epilogue.experts:  # there is no other route, or torch sums row by row
+    # a user's epilogue has no other route, and torch would sum experts row by row
+    if isinstance(epilogue, UserEpilogue) or epilogue.experts:
         site = replace(site, most_fused=sys.maxsize)
     choice = row_shapes.choose(
         site,
@@ -205,7 +206,7 @@ def choose_fused(site: SelectionFacts, request: Request, mode: str) -> Choice | 
 def make_fused(
     site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind
 ) -> LaunchPlan:
-    """The plan of `choice`; as `make`. `aligned`: the tensors of `wide` begin at multiples of 16 bytes."""
+    """As `make`, for a fused kernel. `aligned`: the tensors of `wide` begin at multiples of 16 bytes."""
     dtype = arguments.DTYPES[request.dtype]
     kernel = registry.find(choice.collective, choice.algorithm, choice.protocol)
     values = row_constexprs(site, choice, request, aligned)
@@ -243,8 +244,8 @@ def _constants(epilogue: Epilogue | UserEpilogue, bits: int) -> dict[str, Any]:
 
 
 def wide(call: FusedCall) -> list[torch.Tensor]:
-    """The tensors that are read and written in words of 16 bytes if all of them begin at multiples of 16. Scales in
-    fp32 are not among them, because a row has only one."""
+    """The tensors that are accessed by 16 bytes if all of them begin at multiples of 16. fp32 scales are not among
+    them, because a row has only one."""
     tensors = [call.x, call.residual, call.weight, call.residual_out, call.norm_out, call.quant_out]
     if call.epilogue.quantize == "nvfp4":
         tensors.append(call.scale_out)
@@ -268,7 +269,7 @@ def operand_types(epilogue: Epilogue, bits: int) -> tuple[str, ...]:
 
 
 def operands(call: FusedCall) -> tuple[Any, ...]:
-    """The arguments of the device's `rms_norm` besides rows and sums, in its order; then those of `expert_rows`."""
+    """The operands of the device function `rms_norm`, in its order, followed by those of `expert_rows`."""
     epilogue, bits = call.epilogue, 8 * call.x.itemsize
     rows = [_bits(t, bits) for t in (call.residual, call.norm_out) if t is not None]
     values: list[Any] = [epilogue.eps, epilogue.weight_bias, _bits(call.weight, 8 * call.weight.itemsize), *rows]

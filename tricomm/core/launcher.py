@@ -1,4 +1,4 @@
-"""From the plan of a call to its kernel: one call at a time, announced to the peers, in the order of the streams."""
+"""Runs the plan of a call: one call at a time, announced to the peers, in stream order."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tricomm.policy.selection import Choice
 from tricomm.store.control import PackedDescriptor
 
 _ENDED = layout.ENDED
-LEAVE_SECONDS = 5.0  # for a kernel that has been told to leave, a peer that has messages to take, NCCL's end
+LEAVE_SECONDS = 5.0  # for a kernel that has been aborted, a peer that has to receive messages, and the end of NCCL
 
 
 def decided(choice: Choice, mode: str) -> dict[str, Any]:
-    """A profiler's keys of a call: its kernel, and the row of a table that chose it (-1: the caller chose)."""
+    """The keys of a call for a profiler: its kernel, and the row of a table that selected it (-1: the caller)."""
     return {
         "Mode": mode,
         "Route": choice.route,
@@ -53,15 +53,15 @@ def _settle(living: weakref.ref[Group], entries: list[Entry]) -> None:
 
 
 class Launcher:
-    """Makes the calls of one group.
+    """Launches the calls of one group.
 
     lock       held by the thread whose call is being made
     guard      of all public calls
-    sequence   number of the latest collective; the ranks' calls of one number are one call
+    sequence   number of the latest collective; calls of all ranks with the same number belong together
     captured   whether a CUDA graph holds a call of this group
     trace      shows the calls to a profiler
-    several    whether calls were made on several streams: from then on an event follows each eager call, which may keep
-               a dependent launch from beginning early
+    several    whether calls were made on several streams; from then on an event follows each eager call, which may
+               prevent the overlap of dependent launches
     """
 
     def __init__(self, group: Group, faults: Faults, monitor: Monitor) -> None:
@@ -80,7 +80,7 @@ class Launcher:
         recorder.settle = call_states.on_cpu if self._simulated else partial(_settle, weakref.ref(group))
         self._stream: Any = None  # of the last eager call, and its handle
         self._raw_stream: int | None = None
-        self._last: Any = None  # that event; None if something may have been launched after it
+        self._last: Any = None  # the event after the last eager call; None if something may have been launched after it
 
     def launch(
         self,
@@ -94,7 +94,7 @@ class Launcher:
         """Announce the call to the peers, then run it: through `again` if there is one, over the memory at `addresses`.
         Threads that share a group take turns.
 
-        Built for speed: on a GPU this is most of a small collective's host time.
+        Optimised for speed: on a GPU this is most of a small collective's host time.
         """
         lock = self.lock
         if lock.mine() or not lock.acquire(False):
@@ -146,7 +146,8 @@ class Launcher:
                 record[sequence % self._records] = *entry, time_ns(), (x.shape, y.shape)
 
     def _show(self, launch: Callable[[], None], plan: LaunchPlan, x: torch.Tensor, rows: Rows) -> None:
-        """Launch a collective while its event is open, as torch's operators do, so that a profiler links its kernel."""
+        """Launch a collective inside an event of the profiler, as torch's operators do, so that the profiler links its
+        kernel."""
         what: Any = plan.record
         how, tensor = partial(decided, plan.choice, plan.mode), None if plan.choice.collective == "barrier" else x
         if plan.choice.collective == "all_to_all_v":
@@ -168,7 +169,8 @@ class Launcher:
 
     @contextmanager
     def held(self, while_suspended: bool = False) -> Iterator[None]:
-        """The call lock, for a call that is no collective; it is ordered after the last call."""
+        """A context manager that holds the call lock for a call that is no collective, which is ordered after the last
+        call."""
         self._wait_for_lock()
         try:
             if self._group.closed or self._group.suspended is not while_suspended:
@@ -192,8 +194,8 @@ class Launcher:
 
     def _follow_stream(self, gpu: Gpu) -> None:
         """Order this call, which is not captured, after the last one if the caller has changed streams, because the
-        calls share the mailboxes. It waits only for that call if an event follows it and no graph with
-        calls may have been replayed since; otherwise for all work that is queued on the other stream."""
+        calls share the mailboxes. It waits only for the last call if an event follows that call and no graph with calls
+        may have been replayed since; otherwise for all work that is queued on the other stream."""
         stream = gpu.stream()
         if self._stream is not None and self._stream != stream:
             if self._last is None or self.captured:
@@ -208,14 +210,14 @@ class Launcher:
         if not async_op:
             return result
         event, gpu, known = None, self._gpu, self._stream
-        if gpu is not None:  # the stream of the last eager call is an object already
+        if gpu is not None:  # reuses the object for the stream of the last eager call
             event = gpu.recorded(known if known is not None and known.cuda_stream == gpu.raw_stream() else None)
         return Work(self._faults, self.guard, result, event)
 
-    # Calls that all ranks make by other means
+    # Calls that all ranks make by another backend
 
     def announce(self, descriptor: PackedDescriptor, made: tuple[Any, ...]) -> None:
-        """Tell the peers of a call that all ranks make by other means, so that a rank with a different one is named."""
+        """Announce a call that all ranks make by another backend, so that a rank with a different call is detected."""
         self._faults.check_usable()
         with self.held():
             self.sequence += 1
@@ -224,7 +226,7 @@ class Launcher:
                 self._record[self.sequence % self._records] = self.sequence, made, time_ns(), None
 
     def withdraw(self, calls: int) -> None:
-        """Take back the last `calls` that were announced, because they were refused before anything was sent."""
+        """Withdraw the last `calls` that were announced, because they were refused before anything was sent."""
         with self.held():
             self.sequence -= calls
             self._group.recorder.withdraw(self.sequence)
@@ -240,8 +242,8 @@ class Launcher:
         self._faults.check()
 
     def drained(self) -> bool:
-        """Wait for kernels in flight before their memory is freed, and abort those that do not finish; False if one
-        does not leave."""
+        """Wait for kernels in flight before their memory is freed, and abort kernels that do not finish; False if one
+        does not end."""
         text = f"rank {self._group.rank} closed the group during a call"
         if self.lock.mine():  # a signal handler closes the group in the middle of a call
             self._faults.abort(GroupAborted, text)

@@ -23,10 +23,10 @@ _PATIENCE = 60.0  # seconds for another process to compile a kernel; then this o
 def get(
     kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int, refused: str = ""
 ) -> Any:
-    """The machine code of a kernel, as `compiler.compile_kernel` makes it or as it was saved (`cubins`).
+    """The machine code of a kernel: prebuilt (`cubins`), or made by `compiler.compile_kernel`.
 
-    Saved code has `instead`, for a driver that refuses it. Raises `ResourceError` if nothing can be compiled in this
-    process, and if `refused`, which says why nothing is to be compiled now.
+    Prebuilt code has `instead`, for a driver that refuses it. Raises `ResourceError` if nothing can be compiled in this
+    process, or if `refused` gives a reason not to compile now.
     """
     if compiler.refused() is not None:
         return compiler.compile_kernel(kernel, constexprs, bits, aligned, capability)
@@ -52,20 +52,21 @@ def _made(key: str, refused: str, why: str, kernel: Any, *variant: Any) -> Any:
 
 
 def compiled(key: str, *variant: Any) -> Any:
-    """The result of `compiler.compile_kernel(*variant)`, whose key is `key`: compiled by one process at a time."""
+    """The result of `compiler.compile_kernel(*variant)`, whose key is `key`. Only one process at a time compiles it."""
     with _one_at_a_time(key):
         return compiler.compile_kernel(*variant)
 
 
 @contextmanager
 def _one_at_a_time(key: str) -> Iterator[None]:
-    """Inside, no other process that has the same Triton cache compiles the kernel of `key`. The next one loads it
-    from that cache. The system frees the lock of a process that dies; without a lock the kernel is compiled as well.
+    """A context manager: inside, no other process with the same Triton cache compiles the kernel of `key`; the next
+    process then loads it from that cache. The system frees the lock of a process that dies. If the lock cannot be
+    taken, the kernel is compiled without it.
     """
     folder = Path(triton.knobs.cache.dir) / "tricomm-locks"
     path = folder / key
     if triton.knobs.compilation.always_compile or not folder.is_absolute():
-        yield  # no other process finds what this one compiles
+        yield  # the next process would not find the kernel in the cache
         return
     with ExitStack() as held:
         try:
@@ -78,6 +79,6 @@ def _one_at_a_time(key: str) -> Iterator[None]:
 
 
 def _remove(path: Any) -> None:
-    """A process that waits for the removed file, and one that makes a new one, both find the kernel in the cache."""
+    """Remove the lock file. Processes that wait for it or make a new one find the kernel in the cache."""
     with suppress(OSError):
         path.unlink()

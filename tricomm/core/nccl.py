@@ -1,9 +1,9 @@
 """NCCL as the fallback of a stand-alone communicator, through nccl4py (`nccl.core`).
 
-An extra (`pip install 'tricomm[nccl]'`), imported when a group first needs it. If one rank lacks it, all ranks raise
-the same error, which names that rank. Every call is enqueued on the caller's current stream. Tensors are contiguous, on
-the communicator's device, and checked by the caller. Collectives that only move data move bytes, so every dtype can be
-moved; gather, scatter and uneven exchanges are grouped sends and receives, as in ProcessGroupNCCL.
+nccl4py is an extra (`pip install 'tricomm[nccl]'`), imported when a group first needs it. If a rank lacks it, all ranks
+raise the same error, which names that rank. Every call is enqueued on the caller's current stream. Tensors are
+contiguous, on the communicator's device, and checked by the caller. Collectives that only move data move bytes, so
+every dtype can be moved; gather, scatter and uneven exchanges are grouped sends and receives, as in ProcessGroupNCCL.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _REDUCED = frozenset(
         "float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2 int8 uint8 int32 int64 uint32 uint64 bool".split()
     )
 )
-_BOOL_OPS = {"sum": "MAX", "max": "MAX", "prod": "MIN", "min": "MIN"}  # bool goes as uint8: sum means any
+# bool is reduced as uint8, and its sum is a logical or
+_BOOL_OPS = {"sum": "MAX", "max": "MAX", "prod": "MIN", "min": "MIN"}
 _OPS = {"sum": "SUM", "avg": "AVG", "min": "MIN", "max": "MAX", "prod": "PROD"}
 
 
@@ -51,8 +52,8 @@ def load(control: ControlPage, timeout: float) -> Any:
 
 
 def open_nccl(control: ControlPage, device: torch.device, timeout: float, max_blocks: int | None = None) -> Nccl:
-    """Make NCCL's communicator for the ranks of `control`; every rank calls it, in the same order. Its kernels have
-    `max_blocks` blocks at most.
+    """Create NCCL's communicator for the ranks of `control`; every rank calls it, in the same order. Its kernels have
+    at most `max_blocks` blocks.
 
     Raises the same error on all ranks: `ResourceError` if nccl4py, libnccl or the communicator is missing or
     broken on a rank, which it names; and as `control.exchange` does if a rank does not come within `timeout` seconds.
@@ -74,7 +75,7 @@ def open_nccl(control: ControlPage, device: torch.device, timeout: float, max_bl
             )
 
     comm, error = _init(make, timeout)
-    try:  # a rank that fails at once waits for those that NCCL keeps until their time is up
+    try:  # a rank that fails at once waits here for ranks that NCCL blocks until the timeout
         control.agree(error, "NCCL's communicator", timeout + _GRACE_SECONDS, abort_on_fault=True)
     except BaseException:
         if comm is not None:
@@ -93,7 +94,7 @@ def check(collective: str, op: str, dtype: torch.dtype) -> None:
 
 
 def _load() -> Any:
-    reason = refusal(bindings_version())  # nccl4py's calls go through the same bindings
+    reason = refusal(bindings_version())  # nccl4py uses the same bindings
     if reason is not None:
         raise ResourceError(f"nccl4py cannot be used: {reason}; {REMEDY}")
     try:
@@ -106,7 +107,7 @@ def _load() -> Any:
 
 
 def _init(make: Callable[[], Any], timeout: float) -> tuple[Any, ResourceError | None]:
-    """(communicator, None) or (None, why). NCCL waits for all ranks without a limit, so this does it with one."""
+    """(communicator, None) or (None, reason). NCCL waits for all ranks without a limit, so this runs it with one."""
     worker = BoundedThread("tricomm-nccl-init")
     try:
         return worker.run(make, "ncclCommInitRank", timeout), None
@@ -135,7 +136,7 @@ class Nccl:
                 comm.reduce(_flat(x), _flat(y), self._op(request, x.dtype), root=root, stream=stream)
             case "reduce_scatter":
                 kind = self._op(request, x.dtype)
-                if x.numel():  # nccl4py refuses an empty one, and there is nothing to do
+                if x.numel():  # nccl4py refuses empty tensors, and there is nothing to do
                     comm.reduce_scatter(_flat(x), _flat(y), kind, stream=stream)
             case "broadcast":
                 comm.broadcast(_bytes(y), _bytes(y), root, stream=stream)
@@ -174,7 +175,7 @@ class Nccl:
         return None if code in (0, _IN_PROGRESS) else f"NCCL reports error {code} ({comm.get_last_error()})"
 
     def check(self) -> None:
-        """Raises `GroupAborted` if NCCL reports an error, after aborting its communicator, and if that is closed."""
+        """Raises `GroupAborted` if NCCL's communicator is closed or reports an error, after which it is aborted."""
         if self._comm is None:
             raise GroupAborted(f"rank {self.rank}: NCCL's communicator is closed; make a new group")
         text = self.error()
@@ -183,13 +184,13 @@ class Nccl:
             raise GroupAborted(f"rank {self.rank}: {text}; make a new group")
 
     def abort(self) -> None:
-        """Make kernels in flight leave, and forget the communicator. Idempotent."""
+        """Abort NCCL's communicator, which ends kernels in flight. Idempotent."""
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.abort()
 
     def close(self) -> None:
-        """Wait for what is in flight and end; idempotent."""
+        """Wait for calls in flight and destroy NCCL's communicator. Idempotent."""
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.finalize()
@@ -219,7 +220,7 @@ class Nccl:
 
 
 def end(communicator: Nccl | None, lost: bool, seconds: float) -> None:
-    """Close a communicator, or abort it if its group is `lost`; within `seconds`, because NCCL waits for its peers.
+    """Close a communicator, or abort it if its group is `lost`, within `seconds`, because NCCL waits for its peers.
 
     Never raises: a communicator that cannot end is leaked.
     """

@@ -1,4 +1,4 @@
-"""The plan of a call: its backend and its kernel, bound to its shape; made once, and kept."""
+"""Makes the plan of a call once and keeps it: its backend, and its kernel bound to its shape."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ _NOT_NOW = (
     "Options(compile_after_set_up=False) refuses that in a call; prepare() compiles it before, and `tricomm compile` "
     "before the job"
 )
-UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
+UNKNOWN = 1 << 62  # bytes: a size that only the last row of a table includes
 
 
 class Planner:
-    """Knows the plan of every call that one group has made.
+    """Makes and keeps the plans of one group's calls.
 
     site      the facts that selection needs
-    bind      `Runtime.bind` for this group; if the kernel cannot be loaded, the group is aborted
-    load      the same, and it may compile a kernel whatever the group's options say: before calls, and for those that
-              nothing prepares (messages, calls over symmetric handles)
+    bind      `Runtime.bind` for this group; aborts the group if the kernel cannot be loaded
+    load      as `bind`, but may compile even with `compile_after_set_up=False`: for `prepare`, and for calls that
+              cannot be prepared (messages, calls over symmetric handles)
     router    decides between the kernels and NCCL
     adapted   whether the router was given
     plans     by (request, dtype, elements, whether the tensors are aligned, whether the call is captured);
               `elements` are of a row
-    prepared  calls that were made and can be repeated, of `core.calls`
+    prepared  calls of `core.calls` that were made and can be repeated
     nccl      NCCL's communicator, made by the first call that needs it
-    observer  wraps each new plan, to observe its calls: the explorer's
+    observer  wraps each new plan to observe its calls, for the explorer
 
-    Without a `router` the group makes one. That of `bootstrap.Terms` sends only the kernels' calls here.
+    Without a `router` the group makes one. With the router of `bootstrap.Terms`, only calls for the kernels are made
+    here.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class Planner:
     def plan(self, request: Request, dtype: torch.dtype | None, elements: int, aligned: bool) -> LaunchPlan:
         """The plan of a call of tensors of `dtype` with `elements` a row.
 
-        `request` comes without these two, so that only the first call of its kind makes another one. `aligned` is a
-        fact of this rank's tensors alone. Raises `InvalidArgument` if no kernel and no backend can take the call, or if
-        it is captured and new.
+        `request` has neither `dtype` nor `elements`, so that only the first call of its kind makes a new request.
+        `aligned` depends on this rank's tensors alone. Raises `InvalidArgument` if no kernel and no other backend
+        supports the call, or if it is captured and new.
         """
         capturing = self._gpu is not None and self._gpu.capturing()
         try:
@@ -111,12 +112,12 @@ class Planner:
         self.prepared[key] = known
 
     def planned(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool) -> list[LaunchPlan]:
-        """The plans of a call that `plan` has planned, of each mode."""
+        """The plans, one per mode, of a call that `plan` has planned."""
         entries = (self.plans.get((request, dtype, elements, aligned, mode)) for mode in (False, True))
         return [plan for plan in entries if plan is not None]
 
     def may_capture(self, request: Request, dtype: torch.dtype, elements: int) -> bool:
-        """Whether such a call of aligned tensors has been made, so that a graph may hold it."""
+        """Whether such a call of aligned tensors has been made, so that a graph may contain it."""
         aligned = request.collective == "all_reduce" or elements * dtype.itemsize % 16 == 0
         return any(plan.mode == "graph" for plan in self.planned(request, dtype, elements, aligned))
 
@@ -165,11 +166,11 @@ class Planner:
         return make(self.site, choice, request, aligned, mode, self.load if over_handles else self.bind)
 
     def choice(self, request: Request, nbytes: int, mode: str) -> Choice:
-        """The kernel of a call that the kernels run: a fused one if the request has an epilogue that one takes."""
+        """The kernel of a call that the kernels run; a fused one if one supports the request's epilogue."""
         return choose(replace(self.site, no_multicast=self.no_multicast(request)), request, nbytes, mode)
 
     def no_multicast(self, request: Request) -> str:
-        """Why the switch does not reach the memory of a call; empty if it does."""
+        """Why a call's memory has no multicast address; empty if it has one."""
         handles = [each for each in (request.handle, request.into) if isinstance(each, Symmetric)]
         return self.site.no_multicast or next((each.no_multicast for each in handles if each.no_multicast), "")
 
@@ -177,7 +178,7 @@ class Planner:
         """The plan with the tally of its calls, and timed if `time_calls` is on."""
         activity, run, choice = self._activity, plan.run, plan.choice
         kernel = (choice.collective, choice.counted_as, choice.protocol)
-        clock = activity.clock if plan.mode == "eager" else None  # a captured call would be timed at its capture
+        clock = activity.clock if plan.mode == "eager" else None  # a captured call would be timed only at its capture
         if nbytes is None:
             return replace(plan, run=activity.sized(run, kernel, clock))
         tally = activity.tally(*kernel, nbytes)
@@ -198,7 +199,8 @@ class Planner:
         return self.router.route(*facts, name=None if request.epilogue is None else FUSED)
 
     def _open_nccl(self) -> None:
-        """Make NCCL's communicator, or note why there is none: all ranks together, in the first call that needs it."""
+        """Make NCCL's communicator, or note why there is none. All ranks do this together, in the first call that needs
+        it."""
         group = self._group
         with self._launcher.held(), self._faults.abort_on_error("NCCL"):
             try:
@@ -219,14 +221,14 @@ def _compile_and_bind(
 
 
 def choose(site: SelectionFacts, request: Request, nbytes: int, mode: str) -> Choice:
-    """`Planner.choice`, by the facts of the memory of the call."""
+    """`Planner.choice`, with the facts of the call's memory in `site`."""
     why = ""
     if request.epilogue is not None:
         fused = launch_plan.choose_fused(site, request, mode)
         if isinstance(fused, Choice):
             return fused
         why = fused
-    if request.op is not None and request.dtype in arguments.DTYPES:  # a switch does not reduce every type by every op
+    if request.op is not None and request.dtype in arguments.DTYPES:  # a switch supports only some types and operations
         dtype = arguments.DTYPES[request.dtype]
         site = selection.for_reduction(site, request.collective, dtype, request.op)
         wire = registry.wire_of(request.algorithm)
@@ -244,7 +246,7 @@ def choose(site: SelectionFacts, request: Request, nbytes: int, mode: str) -> Ch
 
 
 def of_request(choice: Choice, request: Request, why: str) -> Choice:
-    """`choice`, of an all-reduce; if `request` is an all_reduce_rms_norm, marked as not fused because of `why`."""
+    """`choice` of an all-reduce; if `request` is an all_reduce_rms_norm, it is marked as not fused because of `why`."""
     return choice if request.epilogue is None else selection.unfused(FUSED, choice, why)
 
 

@@ -27,20 +27,20 @@ class HandleName(NamedTuple):
 
 
 class Symmetric:
-    """A tensor on every rank, mapped everywhere.
+    """A tensor on every rank, mapped by all ranks.
 
     local   this rank's tensor, of the given shape and dtype
-    peers   a tuple with every rank's tensor, this rank's own among them; pass it to a kernel as it is
+    peers   a tuple with every rank's tensor, including this rank's; pass it to a kernel as it is
     table   int64 [world_size] on the communicator's device: the addresses of `peers`
     multicast     the multicast address of all ranks' tensors, for a switch's instructions (`multimem`), or 0; then
                   `no_multicast` says why (empty on a CPU, whose interpreter needs none)
 
-    `Communicator.symmetric` allocates it. `Communicator.register` makes one over a user's tensor, which stays the
-    user's: `local` is a view of it, `close` only ends its use, and it is neither zeroed nor freed.
+    `Communicator.symmetric` allocates it. `Communicator.register` makes one of a user's tensor, which the user still
+    owns: `local` is a view of it, and `close` does not free it. It is never zeroed.
 
     It lives until `close()` or until its communicator is closed; using it later raises `GroupAborted`. Its memory
-    starts zeroed, and is zeroed again at the same addresses after the communicator was suspended and resumed; in
-    between using it raises `InvalidArgument`. `group`, the communicator's name, and `number` identify it on all ranks.
+    starts zeroed. While the communicator is suspended, using it raises `InvalidArgument`; `resume` zeroes it again, at
+    the same addresses. `group`, the communicator's name, and `number` identify it on all ranks.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class Symmetric:
         peers = [arena.tensor(r, 0, shape, dtype) for r in range(len(arena.bases))]
         self._given, self._rank = tensor, rank
         if tensor is not None:
-            peers[rank] = tensor.detach()  # keeps the memory that peers reach, even if the user replaces the tensor's
+            # keeps the memory that peers reach alive, even if the user gives the tensor other memory
+            peers[rank] = tensor.detach()
         self._peers, self._local = tuple(peers), peers[rank]
         self.multicast, self.no_multicast = arena.multicast, arena.no_multicast
         words = [*arena.bases, arena.multicast]
@@ -85,7 +86,7 @@ class Symmetric:
 
     @property
     def addresses(self) -> torch.Tensor:
-        """`table` followed by `multicast`, as shipped kernels take them."""
+        """`table` followed by `multicast`, an argument of shipped kernels."""
         self._check()
         return self._addresses
 
@@ -106,16 +107,16 @@ class Symmetric:
         return self._rows
 
     def lend(self, shape: Sequence[int], given_back: Callable[[], None]) -> torch.Tensor:
-        """This rank's tensor in `shape`, with its own storage; `given_back` is called, in any thread, when no tensor
+        """This rank's tensor in `shape`, with a separate storage; `given_back` is called, in any thread, when no tensor
         uses that storage any more."""
         local = self.local
         lent = raw_view(local.data_ptr(), tuple(shape), self.dtype, local.device)
-        # The mapping is kept for as long as the storage lives, also after `close`.
+        # The mapping lives as long as the storage, also after `close`.
         weakref.finalize(lent.untyped_storage(), _given_back, given_back, local).atexit = False
         return lent
 
     def close(self) -> None:
-        """Give the memory back; collective over CUDA IPC. Idempotent; views of it are then invalid."""
+        """Release the memory; collective over CUDA IPC. Idempotent; views of it are then invalid."""
         if not self._closed:
             self._closed = True
             self._peers, self._rows = (), None
@@ -142,10 +143,10 @@ class Symmetric:
 
 @dataclass(frozen=True, eq=False)
 class OwnRows:
-    """Row r of rank r's symmetric tensor, for every rank r: what an all_gather in place reads.
+    """Row r of rank r's symmetric tensor, for every rank r: the inputs of an in-place all_gather.
 
-    addresses   int64 [world_size]: of the rows
-    number      identifies them on all ranks; never the number of a whole tensor
+    addresses   int64 [world_size]: the addresses of the rows
+    number      identifies the rows on all ranks; never equal to the number of a whole tensor
     """
 
     addresses: torch.Tensor
@@ -157,7 +158,7 @@ def _given_back(given_back: Callable[[], None], local: torch.Tensor) -> None:
 
 
 def check_shape(shape: object, dtype: object) -> tuple[tuple[int, ...], InvalidArgument | None]:
-    """The shape as a tuple, and what is wrong with it or with `dtype`, if anything."""
+    """The shape as a tuple, and the error if it or `dtype` is invalid, else None."""
     sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
     if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
         return (), InvalidArgument(f"shape={shape!r}: a sequence of positive integers is needed")

@@ -1,4 +1,4 @@
-"""How the devices of a group are linked, agreed by all of its ranks before any memory is shared."""
+"""The links between a group's devices, on which all ranks agree before any memory is shared."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def agree(
 ) -> Topology | None:
     """The topology of the group's devices, by rank; None if nothing is known, or if the ranks differ in it.
 
-    Called by all ranks together. `find` and `uuid` (of this rank's device) are the machine's, except in tests. Raises
+    Called by all ranks together. Tests replace `find` and `uuid`, which finds this rank's device. Raises
     `InvalidArgument` on all ranks if several are on one GPU and one of these has not allowed it.
     """
     check(options, control.world_size)
@@ -66,7 +66,7 @@ def agree(
         return options.topology
     links = find(uuids)
     said = links.topology.canonical if links.topology is not None else f"unknown: {links.reason}"
-    with suppress(InvalidArgument):  # raised on all ranks or on none
+    with suppress(InvalidArgument):  # it is raised on all ranks or on none
         control.require_equal(said, "topology", timeout)
         return links.topology
     log.warning("ranks find different links between their GPUs; rank %d: %s; none is relied on", control.rank, said)
@@ -74,7 +74,7 @@ def agree(
 
 
 def _refuse_shared(uuids: Sequence[bytes], may_share: Sequence[bool]) -> None:
-    """The same on all ranks: raises `InvalidArgument` if ranks share a GPU and not all of them have allowed it."""
+    """Raises `InvalidArgument`, the same on all ranks, if ranks share a GPU and not all of them have allowed it."""
     for uuid in dict.fromkeys(uuids):
         ranks = [rank for rank, theirs in enumerate(uuids) if theirs == uuid]
         if len(ranks) > 1 and not all(may_share[rank] for rank in ranks):
@@ -87,8 +87,8 @@ def _refuse_shared(uuids: Sequence[bytes], may_share: Sequence[bool]) -> None:
 
 
 class DeviceFacts(NamedTuple):
-    """The device that a rank's kernels run on: `architecture` is "cpu" or, for example, "sm_90". `dependent_launch`:
-    whether device and driver have programmatic dependent launch, also in graphs."""
+    """The device on which a rank's kernels run: `architecture` is "cpu" or, for example, "sm_90". `dependent_launch`:
+    whether device and driver support programmatic dependent launch, also in graphs."""
 
     uuid: str = "cpu"
     architecture: str = "cpu"
@@ -107,7 +107,8 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 
 def _driver_version() -> int:
-    """Such as 12030 for CUDA 12.3; 0 without usable bindings, as in a group whose calls NCCL serves."""
+    """The driver's version, such as 12030 for CUDA 12.3; 0 without usable bindings, as in a group whose calls NCCL
+    runs."""
     try:
         result, version = load_bindings("driver").cuDriverGetVersion()
     except ResourceError:
@@ -118,13 +119,13 @@ def _driver_version() -> int:
 def agree_on_devices(
     control: ControlPage, facts: DeviceFacts, most_blocks: int | None, timeout: float
 ) -> tuple[str, int]:
-    """The architecture that the ranks' devices share, and the largest grid whose blocks are surely resident together on
+    """The architecture of the ranks' devices, and the largest grid whose blocks are certainly resident together on
     each.
 
-    Called by all ranks together, each with its own `facts`. The first is "cpu", an architecture such as "sm_90", or
-    "cuda" for different ones; the second is at most `most_blocks`.
+    Called by all ranks together, each with its own `facts`. The architecture is "cpu", for example "sm_90", or "cuda"
+    if devices differ; the grid is at most `most_blocks`.
     """
-    # A compiler without wide words counts as another architecture, so that all ranks know whether all have them.
+    # A compiler without wide words counts as another architecture, so that all ranks know whether all support them.
     narrow = b"" if facts.architecture == "cpu" or wide_words.COMPILES.value else _NARROW
     mine = _DEVICE.pack(facts.uuid.encode()[:36], facts.architecture.encode() + narrow, facts.processors)
     answers = control.exchange(mine, "device facts", timeout)
@@ -137,7 +138,7 @@ def agree_on_devices(
 
 
 def check(options: Options, world_size: int) -> None:
-    """Refuse a topology of another number of devices; raises `InvalidArgument`."""
+    """Raises `InvalidArgument` for a topology of another number of devices."""
     if options.topology is not None and len(options.topology) != world_size:
         raise InvalidArgument(
             f"Options.topology is of {len(options.topology)} devices, the group has {world_size} ranks; one device a "
@@ -146,8 +147,8 @@ def check(options: Options, world_size: int) -> None:
 
 
 def places(topology: Topology | None, world_size: int) -> tuple[mesh.MeshPosition, ...] | None:
-    """The ranks' positions in a hybrid cube mesh; on other or unknown links, the positions in a DGX-1V. None without 8
-    ranks."""
+    """The ranks' positions in a hybrid cube mesh; with other or unknown links, the positions of a DGX-1V. None unless
+    there are 8 ranks."""
     if world_size != mesh.RANKS:
         return None
     tables = mesh.positions(topology.links) if topology is not None else None
@@ -157,7 +158,7 @@ def places(topology: Topology | None, world_size: int) -> tuple[mesh.MeshPositio
 def group_table(
     rank: int, bases: Sequence[int], control: int, memory: layout.Layout, topology: Topology | None, first_epoch: int
 ) -> list[int]:
-    """The words of the group table at the head of an arena: this rank's number, and the address of everything.
+    """The words of the group table at the head of an arena: this rank's number, and all addresses.
 
     `bases` are the addresses of all ranks' arenas here, `control` is the address of the control page for the kernels.
     """
@@ -177,7 +178,8 @@ def group_table(
 
 
 def reach(topology: Topology | None, rank: int) -> tuple[bool, ...] | None:
-    """Which ranks' memory `rank` maps on a hybrid cube mesh whose ranks do not all reach each other; else None."""
+    """For each rank, whether `rank` maps its memory, on a hybrid cube mesh whose ranks do not all reach each other;
+    else None."""
     if topology is None or topology.all_peers or mesh.positions(topology.links) is None:
         return None
     return tuple(other == rank or links > 0 for other, links in enumerate(topology.links[rank]))

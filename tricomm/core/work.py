@@ -19,8 +19,8 @@ _Result = TypeVar("_Result", covariant=True)
 
 
 class Completion:
-    """The end of a GPU call, as one of its handles sees it. A kernel that leaves because of a fault passes its event,
-    too, so the event alone does not say that the call has completed."""
+    """The end of a GPU call, for one of its handles. The event also passes after a kernel that ended because of a
+    fault, so the event alone does not show that the call has completed."""
 
     def __init__(self, faults: Faults, event: torch.cuda.Event) -> None:
         self.event = event
@@ -28,9 +28,10 @@ class Completion:
         self._completed = False
 
     def passed(self) -> bool:
-        """Whether the call has run, or has left because of a fault."""
+        """Whether the call has completed, or has ended because of a fault."""
         passed = self._completed or bool(self.event.query())
-        if passed and not self._faults.known():  # asked after the event: what ended before a fault has completed
+        # checked after the event: a call that ended before a fault has completed
+        if passed and not self._faults.known():
             self._completed = True
         return passed
 
@@ -55,17 +56,17 @@ class Work:
 
     @guarded
     def wait(self, timeout: float | None = None) -> Any:
-        """Order the current stream after the call and return its output; on a CPU it has run already.
+        """Make the current stream wait for the call and return its output; on a CPU the call has completed already.
 
         With `timeout` (seconds) the host also waits: `CollectiveTimeout` if the call has not finished in time. Raises
         the group's fault (`PeerDied`, `PeerStalled`, `CollectiveMismatch`, ...) if there is one, except for a call that
-        had run before: `is_completed` has seen that, or `shrink` has waited for it.
+        is known to have completed before it, from `is_completed` or `shrink`.
         """
         return self._wait_for(timeout)
 
     def _wait_for(self, timeout: float | None) -> Any:
         if self._end is not None and self._gpu is not None:
-            if not self._captured or self._gpu.capturing():  # outside of its capture an event means nothing
+            if not self._captured or self._gpu.capturing():  # an event of a capture has no meaning outside of it
                 self._end.event.wait(self._gpu.stream())
             if timeout is not None:
                 self._wait_on_host(timeout)
@@ -85,8 +86,8 @@ class Work:
 class AsyncCall(Protocol[_P, _Result]):
     """A method that returns its result, or a `Work` if it is called with `async_op=True`.
 
-    Of a list it makes a list, of an output that is a symmetric handle that handle. Type checkers do not compare the
-    other arguments of a call with `async_op=True`, or of a list.
+    With a list it returns a list, with a symmetric handle as output that handle. Type checkers do not check the other
+    arguments of a call with `async_op=True` or with a list.
     """
 
     @overload
@@ -104,5 +105,6 @@ class AsyncCall(Protocol[_P, _Result]):
 
 
 def or_work(method: Callable[Concatenate[Any, _P], _T]) -> AsyncCall[_P, _T]:
-    """`method`, as type checkers and editors should see it; its `async_op` is annotated as `Literal[False]`."""
+    """`method`, with the types that type checkers and editors should see; its `async_op` is annotated as
+    `Literal[False]`."""
     return cast(AsyncCall[_P, _T], method)

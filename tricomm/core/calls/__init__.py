@@ -1,1 +1,1 @@
-"""The calls of a communicator: collectives, messages, rows, users' kernels, and how each one is prepared."""
+"""The calls of a communicator: collectives, messages, fused calls, users' kernels, and their preparation."""

@@ -3,7 +3,7 @@
     user tensor -> all_reduce -> prepared call, or check and plan -> one kernel -> peers' mailboxes -> tensor
 
 Calls are checked before anything is sent, so a refused call consumes no sequence number and the group stays usable.
-Every collective also takes a list of tensors of one dtype, and then gives a list: they share one launch.
+Every collective but `all_to_all_v` also takes a list of tensors of one dtype, in one launch, and then returns a list.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Tensor = torch.Tensor | Symmetric
 
 
 class Collectives:
-    """The collectives. `async_op=True` returns a `Work` instead of the output; `algorithm` and `protocol` force a
-    kernel. Every one but `all_to_all_v` also takes a list of tensors.
+    """The collectives. With `async_op=True` they return a `Work` instead of the output; `algorithm` and `protocol`
+    force a kernel. All but `all_to_all_v` also take a list of tensors.
 
-    All raise `InvalidArgument` before anything is sent; a fault of the group raises its own error.
+    All raise `InvalidArgument` before anything is sent, or the error of the group's fault.
     """
 
     _group: Group
@@ -59,7 +59,8 @@ class Collectives:
         `ReduceOp`. Types narrower than 32 bits are accumulated in 32 and rounded once.
 
         `wire` quantises a sum or an average of fp16, bf16 or fp32 on the links, with one scale for each 128 elements:
-        fp8 (e4m3), int8, or fp8_gather (fp8 in the second leg alone: a smaller error). docs/algorithms.md has bounds.
+        fp8 (e4m3), int8, or fp8_gather (fp8 in the second leg only, with a smaller error). docs/algorithms.md has
+        bounds.
         """
         try:
             if wire is not None:
@@ -155,10 +156,10 @@ class Collectives:
         and so on; `out` gets `out_splits[r]` rows from each rank r, in rank order.
 
         Rows have the same shape and dtype on all ranks, and `in_splits[r]` of this rank equals rank r's `out_splits`
-        for this rank. Otherwise all ranks raise `CollectiveMismatch`, those whose own rows are right with their next
-        call at the latest. `out` does not overlap `x`. Changing the splits costs nothing; a captured call keeps the
-        splits of its capture. No rank knows the others' splits, so the size plays no part in the choice of a kernel:
-        force protocol `ll` for small rows.
+        for this rank. Otherwise all ranks raise `CollectiveMismatch`; a rank whose splits match may raise it only in
+        its next call. `out` does not overlap `x`. Calls with other splits are as fast; a captured call keeps the splits
+        of its capture. No rank knows the others' splits, so the choice of a kernel does not depend on the size: force
+        protocol `ll` for small rows.
         """
         try:
             kind = ("all_to_all_v", "none", algorithm, protocol, -1, out is None)
@@ -198,7 +199,8 @@ class Collectives:
         protocol: str | None = None,
         async_op: Literal[False] = False,
     ) -> torch.Tensor | None:
-        """Reduce `x` over all ranks as `all_reduce` does, in place on rank `dst`; others keep theirs and get None."""
+        """Reduce `x` over all ranks as `all_reduce` does, in place on rank `dst`; other ranks' tensors are unchanged,
+        and they get None."""
         try:
             check_root(dst, self._group.world_size, "reduce dst")
             return self._run(("reduce", op, algorithm, protocol, dst, True), x, None, async_op)
@@ -240,8 +242,8 @@ class Collectives:
     ) -> torch.Tensor:
         """Give rank r row r of the `x` of rank `src`, into `out` or a new tensor.
 
-        Dimension 0 of `x` is a multiple of the world size. Ranks other than `src` pass their `out`, or an `x` that
-        only gives shape and dtype; its values are not read.
+        Dimension 0 of `x` is a multiple of the world size. Ranks other than `src` pass their `out`, or an `x` of which
+        only shape and dtype are used.
         """
         try:
             check_root(src, self._group.world_size, "scatter src")

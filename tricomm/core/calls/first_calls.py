@@ -21,12 +21,12 @@ from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs
 
-_MOST = (1 << 32) - 1  # elements: a header has 32 bits for them
+_MOST = (1 << 32) - 1  # elements: a header has 32 bits for their number
 _LISTS, _INTEGERS = (list, tuple), {int}
 
 
 def check_list(xs: Sequence[torch.Tensor], what: str) -> None:
-    """Refuse a list that cannot be packed: empty, or of several types. Raises `InvalidArgument`."""
+    """Raises `InvalidArgument` for a list that cannot be packed: an empty one, or one of several types."""
     if not xs:
         raise InvalidArgument(f"{what}: an empty list was given")
     kinds = dict.fromkeys(str(x.dtype) for x in xs)
@@ -58,8 +58,8 @@ def check_splits(splits: Any, world_size: int, what: str) -> tuple[int, ...]:
 
 
 def total(sends: Any, takes: Any, rank: int, world_size: int, length: int, row: int) -> int:
-    """The number of rows that come, if the splits fit an input of `length` rows of `row` numbers. A quick form of
-    `check_splits` and `check_uneven`; raises a bare `LookupError`."""
+    """The number of rows that this rank receives, if the splits fit an input of `length` rows of `row` numbers. A fast
+    form of `check_splits` and `check_uneven`; raises `LookupError` without a text."""
     if not (
         type(sends) in _LISTS
         and type(takes) in _LISTS
@@ -75,7 +75,7 @@ def total(sends: Any, takes: Any, rank: int, world_size: int, length: int, row: 
 
 
 def check_uneven(x: torch.Tensor, in_splits: tuple[int, ...], out_splits: tuple[int, ...], rank: int) -> None:
-    """Refuse splits that do not fit `x`, or each other on this rank. Raises `InvalidArgument`."""
+    """Raises `InvalidArgument` for splits that do not fit `x`, or do not match on this rank."""
     if not x.dim() or x.shape[0] != sum(in_splits):
         raise InvalidArgument(
             f"all_to_all_v: in_splits {list(in_splits)} add up to {sum(in_splits)}, the input of shape "
@@ -93,8 +93,8 @@ def check_uneven(x: torch.Tensor, in_splits: tuple[int, ...], out_splits: tuple[
         )
 
 
-# (collective, op, algorithm, protocol, root, whether no output is given). The last is INTO if the output is given in
-# place of an input, which this rank does not have.
+# (collective, op, algorithm, protocol, root, whether no output is given). The last is INTO if this rank has only an
+# output and passes it as the input.
 Kind = tuple[str, Any, Any, Any, int, Any]
 INTO = "into"
 _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce"})  # if no output is given
@@ -105,8 +105,8 @@ class MadeCall(NamedTuple):
 
     result    what the caller gets
     request   the call as the ranks agree on it
-    given     the tensors that the caller gave, if the kernel ran over their own memory; empty otherwise
-    output    the kernel's output, and `elements` a row
+    given     the caller's tensors, if the kernel used their memory directly; empty otherwise
+    output    the kernel's output, with `elements` elements a row
     """
 
     result: Any
@@ -117,14 +117,14 @@ class MadeCall(NamedTuple):
 
 
 class FirstCalls:
-    """Makes one group's calls from unchecked arguments."""
+    """Makes the calls of one group from unchecked arguments."""
 
     def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
         self._group, self._faults, self._planner, self._launch = group, faults, planner, launcher.launch
         self._rank, self._world_size, self._device = group.rank, group.world_size, group.device
 
     def make(self, kind: Kind, x: Any, out: Any, splits: tuple[Any, Any] | None = None) -> MadeCall:
-        """Check tensors, make what is missing, run, and put the result where the caller expects it."""
+        """Check the tensors, allocate missing ones, run the call, and copy the result to the caller's output."""
         collective, op, algorithm, protocol, root, _ = kind
         form = collective_specs.COLLECTIVES[collective]
         if form.reduces:
@@ -195,8 +195,8 @@ class FirstCalls:
         return MadeCall(result, request, (x,) if out is None else (x, target), target, count)
 
     def _zero_copy(self, request: Request, x: Symmetric, y: torch.Tensor, whole: Symmetric | None) -> None:
-        """Run over a symmetric handle: the peers read it in place, and may write the result of an all_reduce into the
-        handle `whole` if that is the output."""
+        """Run on a symmetric handle, which peers read in place. If the output of an all_reduce is the handle `whole`,
+        peers may also write the result into it."""
         self._check_own(request, x)
         local, into = x.local, None
         if request.collective == "all_reduce":
@@ -207,7 +207,7 @@ class FirstCalls:
         self.run(request.over(x, into), local, y, local.numel() // rows)
 
     def _gather_rows(self, request: Request, y: Symmetric, x: torch.Tensor) -> None:
-        """Gather into a symmetric handle, of which the peers read this rank's row."""
+        """Gather into a symmetric handle: peers read this rank's row in it."""
         self._check_own(request, y)
         row = y.local.view(self._world_size, -1)[self._rank]
         if x.data_ptr() != row.data_ptr() or not x.is_contiguous():
@@ -231,8 +231,8 @@ class FirstCalls:
         sources: list[torch.Tensor],
         targets: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-        """Run over contiguous memory: the tensors' own, or a copy's if they are several or have gaps. Returns what the
-        kernel took, if that is the caller's own memory."""
+        """Run on contiguous memory: the tensors' own, or a copy if they are several or not contiguous. Returns the
+        tensors that the kernel used, if they are the caller's memory."""
         rows_in, rows_out = form.rows_in(self._world_size), form.rows_out(self._world_size)
         if len(sources) == 1:
             source = arguments.allocated(form.name, sources[0].contiguous)
@@ -255,10 +255,10 @@ class FirstCalls:
     def run(self, request: Request, x: torch.Tensor, y: torch.Tensor, count: int) -> None:
         """Plan and launch a call of contiguous tensors that have been checked, with `count` elements a row."""
         aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
-        if request.collective != "all_reduce":  # rows may begin anywhere
+        if request.collective != "all_reduce":  # rows may be unaligned
             aligned = aligned and count * x.itemsize % 16 == 0
         plan = self._planner.plan(request, x.dtype, count, aligned)
-        if count:  # zero elements: nothing is launched and nothing is consumed, on any rank
+        if count:  # with zero elements no rank launches anything or consumes a sequence number
             self._launch(plan, x, y)
 
     def _outputs(
@@ -300,7 +300,7 @@ class FirstCalls:
         return (length * form.rows_out(self._world_size), *rest)
 
     def _rows_of(self, out: Any, root: int) -> Any:
-        """A stand-in for the source's input of a scatter, on a rank that has only its output."""
+        """A tensor in place of the source's input of a scatter, on a rank that has only an output."""
         if self._rank == root:
             raise InvalidArgument(f"scatter: rank {root} is the source and gave no x")
         if out is None:

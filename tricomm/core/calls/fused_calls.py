@@ -1,10 +1,11 @@
-"""The fused calls of a communicator: an all-reduce and the steps after it, in one kernel or one after the other.
+"""The fused calls of a communicator: an all-reduce and the steps after it, in one kernel or separately.
 
     tensors -> known call -> launch of a kernel that is bound already
             -> checked -> plan, the same on all ranks -> fused kernel
                                                       -> all-reduce by a kernel or NCCL -> `unfused.finish`
 
-All ranks take the same route, because it follows from what they have to agree on: shapes, types, the epilogue's facts.
+All ranks take the same route, because it depends only on values that are the same on all: shapes, types, the epilogue's
+facts.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _STATUS = layout.STATUS
 
 
 class Quantized(NamedTuple):
-    """Result of a quantising call: codes, their scales (None if the scale was given), the new residual, and the norm
-    (None without `norm_out`)."""
+    """The result of a quantising call: codes, their scales (None if the scale was given), the new residual, and the
+    norm (None without `norm_out`)."""
 
     codes: torch.Tensor
     scales: torch.Tensor | None
@@ -74,8 +75,8 @@ class FusedCalls:
         async_op: bool,
         experts: ExpertRows | None = None,
     ) -> Any:
-        """Make the call `asked`; as `Communicator.all_reduce_rms_norm`, or its quantising form. With `experts`, x is
-        not read and gives only shape and type."""
+        """Make the call `asked`, an `all_reduce_rms_norm` or its quantising form. With `experts`, x is not read; only
+        its shape and type are used."""
         if (gpu := self._gpu) is not None and gpu.current_device() != gpu.index:
             return gpu.under(self.run)(asked, algorithm, protocol, async_op, experts)
         x, residual, weight, eps, bias, residual_out, norm_out, quantize, scale, scale_layout, codes, scales = asked
@@ -88,7 +89,7 @@ class FusedCalls:
         own = None if in_place[0] else norm_out, None if in_place[1] or in_place[2] else residual_out
         other = None if in_place[3] else residual
         looked_at = [t for t in (x, weight, other, static, codes, scales, *own) if t is not None]
-        # All of the call but types and shapes, with the types of its numbers: True must not pass for 1.
+        # All of the call except types and shapes. Includes the types of numbers, so that True does not match 1.
         key: tuple[Any, ...] = (
             (eps, type(eps), bias, type(bias), None if static is not None else scale, type(scale)),
             (residual is None, residual_out is None, norm_out is None, codes is None, scales is None, in_place),
@@ -108,15 +109,15 @@ class FusedCalls:
         return self._launcher.finish(result, async_op)
 
     def repeat(self, key: Any, given: Tensors, looked_at: Sequence[Any]) -> list[Any] | None:
-        """Make the call `key` again; returns its tensors, including those that it allocates. None, with nothing done,
-        if it is not known or if a tensor needs the checks of a first call. `looked_at`: the given tensors, each once.
+        """Make the call `key` again; returns its tensors, including new ones. Returns None, with nothing done, if the
+        call is not known or a tensor needs the checks of a first call. `looked_at`: the given tensors, each once.
 
-        Built for speed, like `PreparedCalls.run`: `fused_call` accepts whatever this accepts, takes several times as
-        long, and names the mistake if there is one. Only compiled kernels are repeated.
+        Optimised for speed, like `PreparedCalls.run`: `fused_call` accepts every call that this accepts, takes several
+        times as long, and names the mistake if there is one. Only compiled kernels are repeated.
         """
         tensors, addresses, low = list(given), [], 0
         try:
-            shapes = [t.shape for t in looked_at]  # raises for a nested tensor: `look` would end the process
+            shapes = [t.shape for t in looked_at]  # raises for a nested tensor, for which `look` would crash
             variants = self._planner.prepared[shapes[0], key]
             known: KnownCall = first_like(variants, *looked_at)
             for place, make, itemsize, nbytes, bits in known.slots:
@@ -152,7 +153,7 @@ class FusedCalls:
     def _first(
         self, key: Any, given: Tensors, looked_at: Sequence[Any], call_of: Sequence[Any], forced: tuple[Any, Any]
     ) -> list[Any]:
-        """Check a call, of (arguments, experts), and make it: its tensors by their places, those that it makes in the
+        """Check the call of (arguments, experts) and make it. Returns its tensors by their places, new ones in the
         shape of x."""
         self._faults.check_usable()
         asked, experts = call_of
@@ -185,8 +186,8 @@ class FusedCalls:
     def run_checked(
         self, call: FusedCall, algorithm: str | None = None, protocol: str | None = None
     ) -> Sequence[LaunchPlan]:
-        """Run a call that `fused_call.checked` has made for this group's device; called by all ranks. Returns the
-        plans of its fused kernel, of each mode; none if the call is not fused."""
+        """Run a call that `fused_call.checked` has checked for this group's device; called by all ranks. Returns the
+        plans of its fused kernel, one per mode; none if the call is not fused."""
         aligned = launch_plan.fused_aligned(call)
         request = Request("all_reduce", "sum", algorithm, protocol, epilogue=call.epilogue)
         plan = self._planner.plan(request, call.x.dtype, call.x.numel(), aligned)
@@ -246,7 +247,7 @@ class FusedCalls:
 
 
 def _like(y: Any, x: torch.Tensor) -> Any:
-    """`y`, which has rows, in the shape of `x` but for its last dimension; None if it is None."""
+    """`y`, a tensor of rows, in the shape of `x` except for the last dimension; None if `y` is None."""
     return None if y is None else y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -276,16 +277,16 @@ class FusedMethods:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reduce `x` over all ranks, add `residual`, and normalise each row: (norm, new residual), of x's shape.
 
-        `x` is [..., hidden] of fp32, fp16 or bf16, `residual` the same or None (the new residual is the sum then),
+        `x` is [..., hidden] of fp32, fp16 or bf16, `residual` the same or None (then the new residual is the sum),
         `weight` is [hidden] of x's type or fp32. The sum has the bits of `all_reduce`; the residual is added in fp32
-        and rounded to x's type; the norm is residual * rsqrt(mean(residual ** 2) + eps) * (weight + weight_bias) of
-        the rounded residual, in fp32, rounded once. `weight_bias` is 1.0 for Gemma.
+        and rounded to x's type; the norm is residual * rsqrt(mean(residual ** 2) + eps) * (weight + weight_bias) of the
+        rounded residual, in fp32, rounded once. `weight_bias` is 1.0 for Gemma.
 
-        `norm_out` and `residual_out` take the results, in new memory if they are None: `norm_out` may be `x`,
-        `residual_out` may be `residual` or `x`. `residual`, `weight` and the numbers have to be the same on all ranks;
-        the numbers are compared. If no fused kernel takes a call (`explain` says why), an all-reduce and torch run
-        it. With `async_op=True` a `Work` is returned. Raises `InvalidArgument` before anything is sent, or the
-        group's fault.
+        `norm_out` and `residual_out` receive the results, which are new tensors if these are None. `norm_out` may be
+        `x`, `residual_out` may be `residual` or `x`. `residual`, `weight` and the numbers have to be the same on all
+        ranks; the numbers are compared. If no fused kernel supports a call (`explain` says why), an all-reduce and
+        torch run it. With `async_op=True` a `Work` is returned. Raises `InvalidArgument` before anything is sent, or
+        the group's fault.
         """
         try:
             asked = FusedArguments(x, residual, weight, eps, weight_bias, residual_out, norm_out)
@@ -321,12 +322,12 @@ class FusedMethods:
 
         "fp8"            codes float8_e4m3fn of x's shape: norm / `scale`, at most 448; `scale` is a number or a tensor
                          of one fp32 element, the same on all ranks
-        "fp8_per_token"  likewise, with a scale for each row: largest magnitude / 448, in `scales`, [..., 1] fp32
+        "fp8_per_token"  the same, with a scale for each row: largest magnitude / 448, in `scales`, [..., 1] fp32
         "nvfp4"          codes uint8 [..., hidden / 2], two e2m1 a byte, in blocks of 16 elements; `scales` are bytes
                          of e4m3: a block's largest magnitude / 6 * `scale`; `scale_layout` is swizzled_128x4 (the
                          default; rows are padded to 128, blocks to 4) or linear
 
-        The norm itself is written only into a given `norm_out`. Raises as `all_reduce_rms_norm` does.
+        The norm is written only if `norm_out` is given. Raises as `all_reduce_rms_norm` does.
         """
         try:
             if quantize is None:
@@ -351,14 +352,13 @@ class FusedMethods:
         protocol: str | None = None,
         async_op: Literal[False] = False,
     ) -> None:
-        """Sum `x`, [..., hidden] of fp16, bf16 or fp32, over all ranks, and hand each row to `epilogue` on every rank.
+        """Sum `x`, [..., hidden] of fp16, bf16 or fp32, over all ranks, and call `epilogue` for each row on every rank.
 
         `epilogue(row, operands, SPEC)` is a `@triton.jit` function (docs/fused.md); it writes its results to tensors
         among `operands`, which are contiguous tensors on this device, and numbers. `x` is not changed. `hidden` is a
         multiple of 8 up to 16384. `prologue(number, columns, inside, operands, SPEC)`, also a `@triton.jit` function,
-        returns this rank's row `number` at `columns`; `x` is then not read and gives only shape and type. All ranks
-        pass the same functions, and operands of the same types. Returns None. Raises `InvalidArgument` for arguments
-        that do not fit.
+        returns this rank's row `number` at `columns`; then only shape and type of `x` are used. All ranks pass the same
+        functions, and operands of the same types. Returns None. Raises `InvalidArgument` for arguments that do not fit.
         """
         self._fused.run_rows(x, epilogue, operands, prepare or nothing, prologue, (algorithm, protocol))
         return self._launcher.finish(None, async_op)

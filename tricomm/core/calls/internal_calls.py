@@ -1,4 +1,4 @@
-"""Methods for the backends over a communicator; they are not public."""
+"""Methods of a communicator for the backends built on it; they are not public."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tricomm.store.control import PackedDescriptor
 
 @dataclass(eq=False)
 class Internal:
-    """`Communicator._internal`: its parts, and its own calls."""
+    """`Communicator._internal`: the parts of a communicator, and calls for backends."""
 
     group: Group
     faults: Faults
@@ -47,23 +47,23 @@ class Internal:
 
     @guarded
     def remember(self, op: str, x: torch.Tensor) -> bool:
-        """Let `repeat` make all_reduces of tensors like `x`, after a call with the same elements in another shape.
-        False if such tensors need the checks of a first call."""
+        """Let `repeat` make all_reduces of tensors like `x`, after a call with the same number of elements in another
+        shape. False if such tensors need the checks of a first call."""
         return self.calls.remember(op, x)
 
     @guarded
     def run_fused(
         self, call: FusedCall, algorithm: str | None = None, protocol: str | None = None
     ) -> Sequence[LaunchPlan]:
-        """Run a call that `fused_call.checked` has made for this group's device; called by all ranks."""
+        """Run a call that `fused_call.checked` has checked for this group's device; called by all ranks."""
         return self.fused.run_checked(call, algorithm, protocol)
 
     @guarded
     def announce(self, descriptor: PackedDescriptor, made: tuple[Any, ...]) -> None:
-        """Tell the peers of a call that all ranks make by other means, so that a rank with a different one is named."""
+        """Announce a call that all ranks make by another backend, so that a rank with a different call is detected."""
         self.launcher.announce(descriptor, made)
 
     @guarded
     def withdraw(self, calls: int) -> None:
-        """Take back the last `calls` that were announced, because they were refused before anything was sent."""
+        """Withdraw the last `calls` that were announced, because they were refused before anything was sent."""
         self.launcher.withdraw(calls)

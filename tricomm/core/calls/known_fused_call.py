@@ -1,4 +1,4 @@
-"""A fused call that has been checked, kept so that it can be made again without its checks."""
+"""A fused call that has been checked, kept so that it can be repeated without the checks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tricomm.core.fused.fused_call import FusedCall
 from tricomm.core.launch_plan import LaunchPlan
 from tricomm.kernels.launch.kernel_launch import Again
 
-# The tensors of a call, by their places in the tuples here: in the kernel's order. Those of experts may follow.
+# The tensors of a call, by their places in the tuples here, in the kernel's order. Tensors of experts may follow.
 X, RESIDUAL_OUT, WEIGHT, RESIDUAL, NORM_OUT, SCALE, QUANT_OUT, SCALE_OUT, EXPERTS = range(9)
-_ANYWHERE = EXPERTS + 1, EXPERTS + 2  # places and weights are read one by one
+_ANYWHERE = EXPERTS + 1, EXPERTS + 2  # places and weights are read one by one, so they need no alignment
 _OUTPUTS = (RESIDUAL_OUT, NORM_OUT, QUANT_OUT, SCALE_OUT)
-_MAY_BE = {(RESIDUAL_OUT, RESIDUAL), (RESIDUAL_OUT, X), (NORM_OUT, X)}  # the same memory
+_MAY_BE = {(RESIDUAL_OUT, RESIDUAL), (RESIDUAL_OUT, X), (NORM_OUT, X)}  # pairs that may be the same memory
 
 Tensors = Sequence[torch.Tensor | None]
 
 
 class KnownCall:
-    """A call that was made.
+    """A call that was made before.
 
     look    the check of the given tensors (`arguments.look`)
-    slots   for each tensor that the kernel takes: its place, what makes it (None: it is given), bytes of an element and
-            of all, and 15 if it has to be aligned, else 0
+    slots   for each tensor of the kernel: its place, the function that allocates it (None: it is given), bytes of an
+            element and of all, and 15 if it has to be aligned, else 0
     apart   for each given output and each other given tensor: their indices in `slots`, their bytes, and whether they
             may be the same memory
     apart_at  the last addresses that passed the check of `apart`

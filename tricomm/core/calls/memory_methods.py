@@ -32,7 +32,7 @@ log = logging.getLogger("tricomm")
 def _quietly_suspend(arena: Arena) -> None:
     try:
         arena.suspend()
-    except ResourceError as error:  # another one is being raised
+    except ResourceError as error:  # another error is being raised
         log.warning("giving memory back after a resume that was refused: %s", error)
 
 
@@ -40,7 +40,7 @@ _ALIGNMENT = 16
 
 
 class MemoryMethods:
-    """Calls over memory that the ranks share."""
+    """Calls that need memory shared by the ranks."""
 
     _group: Group
     _faults: Faults
@@ -56,8 +56,8 @@ class MemoryMethods:
         """Send `x` to rank `dst`, whose `recv` has the same number of elements, dtype and tag. Returns None.
 
         Up to four short messages of a tag complete even if the receiver has not called `recv` yet. A message that finds
-        no free slot completes only with its receiver, so two ranks that send each other more than that must not both
-        send first. On a GPU it is enqueued on the current stream: later calls wait for its end.
+        no free slot completes only when it is received, so two ranks that send each other more than that must not both
+        send first. On a GPU the message is enqueued on the current stream, and later calls wait for its end.
 
         Raises `InvalidArgument` for a rank that does not exist or is this one, a tag that is not from 0 to 2^32 - 1,
         and while a CUDA graph is captured.
@@ -75,10 +75,10 @@ class MemoryMethods:
         protocol: str | None = None,
         async_op: Literal[False] = False,
     ) -> int:
-        """Receive into `x` what rank `src` (None: any rank) sends with this `tag`. Returns the source's rank.
+        """Receive into `x` a message with this `tag` from rank `src` (None: any rank). Returns the source's rank.
 
-        Messages of one rank and one tag arrive in the order in which they were sent. One with another tag may be
-        received first, as long as those before it fit into the slots of the pair. With `src=None`, ranks are checked in
+        Messages of one rank and one tag arrive in the order in which they were sent. A message with another tag may be
+        received first if the messages before it fit into the slots of the pair. With `src=None`, ranks are checked in
         ascending order, and on a GPU the host waits for the source; with `async_op=True` the `Work` returns it.
 
         Raises `InvalidArgument` as `send` does; `CollectiveMismatch` if the message has this tag and another dtype or
@@ -88,10 +88,11 @@ class MemoryMethods:
 
     @guarded
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype, *, multicast: bool = True) -> Symmetric:
-        """Memory of `shape` and `dtype` on every rank that every peer can reach. Collective; the same on all ranks.
+        """Allocate memory of `shape` and `dtype` on every rank that every peer can reach. Collective, with the same
+        arguments.
 
-        `multicast`: with a multicast address, if that is possible and this communicator's own memory has one;
-        `Symmetric.no_multicast` says why not.
+        `multicast`: with a multicast address, if that is possible and this communicator's arena has one; otherwise
+        `Symmetric.no_multicast` gives the reason.
 
         Raises `InvalidArgument` on all ranks if an argument is bad or differs between ranks (the group stays usable),
         `ResourceError` if memory is refused anywhere.
@@ -111,19 +112,19 @@ class MemoryMethods:
 
     @guarded
     def register(self, tensor: torch.Tensor, group: Any = None) -> Symmetric:
-        """A handle on every rank's own `tensor`, which collectives then read and write in place.
+        """Make a handle of every rank's `tensor`, which collectives then read and write in place.
 
         Collective: a contiguous tensor of the same shape and dtype on all ranks, at an address that is a multiple of 16
         bytes. On GPUs CUDA has to be able to share its memory: torch's expandable segments and symmetric memory by
         descriptors, torch's usual segments by legacy CUDA IPC. With `group`, a process group of the same ranks, it has
         to be torch's symmetric memory; torch's own mappings are used, including its multicast address if all ranks have
         one (`Symmetric.no_multicast` says why not). On a CPU it has to be in torch's shared memory (`share_memory_()`).
-        The tensor is kept until `handle.close()` (by all ranks) or the communicator's end, and peers can reach all of
-        the memory that was allocated together with it.
+        The tensor is kept alive until `handle.close()` (by all ranks) or the communicator's end. Peers can reach the
+        whole allocation of which it is a part.
 
-        Raises on all ranks, with the group usable: `InvalidArgument` if one passes a tensor that cannot be registered,
-        if they differ, or if they begin at different offsets of torch's memory; `ResourceError` for memory that cannot
-        be shared. Such a tensor can still be passed itself, and is then staged; `explain` says why.
+        Raises on all ranks, and the group stays usable: `InvalidArgument` if a rank passes a tensor that cannot be
+        registered, if the tensors differ, or if they begin at different offsets of torch's memory; `ResourceError` for
+        memory that cannot be shared. Such a tensor can still be passed to collectives, which stage it.
         """
         own, where = self._group, " in torch's symmetric memory" * (group is not None)
         error = _registrable(tensor, own.device)
@@ -139,8 +140,8 @@ class MemoryMethods:
 
     @contextmanager
     def _handle(self, what: str, error: InvalidArgument | None, said: Callable[[], str]) -> Iterator[HandleName]:
-        """The name of a handle that all ranks make together. Raises on all of them if one has an `error`, or if
-        `said()` differs between ranks."""
+        """The name of a handle that all ranks make together. Raises on all ranks if one has an `error`, or if `said()`
+        differs between them."""
         group = self._group
         self._faults.check_usable()
         if group.runtime.no_symmetric is not None or not group.reachable:
@@ -159,9 +160,9 @@ class MemoryMethods:
 
         Positional arguments are runtime values (tensors, tuples of tensors, numbers), keywords constexprs and launch
         options. `grid` is a number, a tuple of up to three, or a function of the constexprs. On a CPU the kernel is
-        interpreted and has run on return; when a peer is gone or the time is up, it is ended wherever it is, and this
-        call raises the fault. On a GPU the next call or `synchronize()` raises it, and only waits that use `primitives`
-        end: a kernel that polls by its own loads runs until its process ends.
+        interpreted and has run on return; when a peer is gone or the time is up, it is ended at its next access or
+        branch, and this call raises the fault. On a GPU the next call or `synchronize()` raises it, and only waits by
+        `primitives` end: a kernel that polls by its own loads runs until the process ends.
 
         Raises `InvalidArgument` before anything runs for a kernel, grid or arguments that do not fit.
         """
@@ -175,7 +176,7 @@ class MemoryMethods:
         with launcher.held(), self._monitor.in_flight.user_call(group.gpu, kernel.__name__):
             launcher.run(run)
 
-    # Suspension: the monitor continues meanwhile, because the control page stays
+    # Suspension: the monitor continues, because the control page is not freed
     #
     #   awake ── suspend: no call in flight on any rank, all free their memory ──▶ asleep
     #   asleep ── resume: new memory, zeroed, at the same addresses, initialised as at first ──▶ awake
@@ -187,18 +188,18 @@ class MemoryMethods:
     def suspend(self) -> None:
         """Free this communicator's device memory on all ranks, and keep its addresses.
 
-        Collective: one thread of each rank calls it, once its other threads have made the same calls on all ranks.
-        Waits for calls in flight, for this communicator's timeout at most. Captured graphs, plans and symmetric handles
-        stay valid, and work again after `resume`; the contents of symmetric memory are lost. Until then every call is
-        refused without consuming a sequence number, except `resume`, `close` and those that ask no other rank. No graph
-        with a call of this communicator may be replayed: its kernels would access unmapped addresses. A rank that dies
-        meanwhile is noticed as usual. NCCL keeps its memory.
+        Collective: one thread of each rank calls it, when all ranks have made the same calls. Waits for calls in
+        flight, for this communicator's timeout at most. Captured graphs, plans and symmetric handles stay valid, and
+        work again after `resume`; the contents of symmetric memory are lost. Until then every call is refused without
+        consuming a sequence number, except `resume`, `close` and calls that ask no other rank. No graph with a call of
+        this communicator may be replayed, because its kernels would access unmapped addresses. If a rank dies
+        meanwhile, the others get `PeerDied` as usual. NCCL keeps its memory.
 
-        Raises on all ranks, with the group awake: `InvalidArgument` if one is suspended already, captures a graph, has
-        sent messages that were not received, or has closed other symmetric handles than the rest, and for memory that
-        cannot be mapped again at its addresses (cuda_ipc); `ResourceError` if memory cannot be freed; the contents of
-        symmetric memory are lost even then. `CollectiveMismatch`, with the group lost, if another rank is in a call
-        that this one has not made.
+        Raises on all ranks, and the group stays in use: `InvalidArgument` if a rank is suspended already, captures a
+        graph, has sent messages that were not received, or has closed other symmetric handles than the other ranks, and
+        for memory that cannot be mapped again at its addresses (cuda_ipc); `ResourceError` if memory cannot be freed,
+        and then the contents of symmetric memory are lost all the same. `CollectiveMismatch`, with the group lost, if
+        another rank is in a call that this one has not made.
         """
         group, control = self._group, self._group.control
         self._faults.check_usable()
@@ -216,11 +217,12 @@ class MemoryMethods:
 
     @guarded
     def resume(self) -> None:
-        """Take zeroed memory at the addresses that `suspend` has kept, on all ranks, so that calls are possible again.
+        """Allocate zeroed memory at the addresses that `suspend` has kept, on all ranks, so that calls are possible
+        again.
 
-        Collective, by one thread of each rank. Raises on all ranks, with the group suspended, so that it can be tried
-        again: `InvalidArgument` if it is not suspended, or if symmetric handles were closed meanwhile on some ranks
-        only; `ResourceError` if memory is refused.
+        Collective, by one thread of each rank. Raises on all ranks, and the group stays suspended, so that it can be
+        tried again: `InvalidArgument` if it is not suspended, or if symmetric handles were closed meanwhile on some
+        ranks only; `ResourceError` if memory is refused.
         """
         group = self._group
         if not group.suspended or group.closed:
@@ -246,7 +248,7 @@ class MemoryMethods:
         return InvalidArgument(text) if ranks else None
 
     def _require_same_handles(self, what: str, error: InvalidArgument | None) -> None:
-        """Raises on all ranks if one has an `error`, or other handles than the rest."""
+        """Raises on all ranks if one has an `error`, or other handles than the other ranks."""
         group = self._group
         numbers = [number for number in group.live_arenas() if number]
         said = f"symmetric handles {numbers} open" if numbers else "no symmetric handle open"
@@ -267,7 +269,7 @@ class MemoryMethods:
         for arena in self._group.live_arenas().values():
             try:
                 arena.suspend()
-            except ResourceError as error:  # the others go all the same
+            except ResourceError as error:  # the others are still suspended
                 failures.append(error)
         if failures:
             raise failures[0]
@@ -294,7 +296,7 @@ class MemoryMethods:
 
 
 def _registrable(x: Any, device: torch.device) -> InvalidArgument | None:
-    """Why a tensor cannot be registered, whatever its memory; None if it can."""
+    """The reason why a tensor cannot be registered, apart from its kind of memory; None if it can."""
     try:
         arguments.check_tensor(x, device, "register")
     except InvalidArgument as error:

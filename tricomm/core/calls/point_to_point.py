@@ -2,9 +2,9 @@
 
     x -> send -> slots of the pair in the receiver's memory -> recv -> y
 
-They are no collectives: only the two ranks take part, and neither the epoch nor the sequence number of the collectives
-moves. Each half of a message is described in the control page, so that a rank that waits in vain can name what is
-there instead.
+They are not collectives: only the two ranks take part, and neither the epoch nor the sequence number of the collectives
+advances. Each half of a message is described in the control page, so that a rank that waits in vain can name the
+messages that are pending instead.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Half:
     record: Descriptor  # without the numbers of a message
     choice: Choice
     tally: Tally
-    weight: int  # of a message, in the tally
+    weight: int  # of a message, in the tally of calls
 
 
 class PointToPoint:
@@ -131,7 +131,8 @@ class PointToPoint:
     def _message(
         self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None
     ) -> tuple[int, Entry | None]:
-        """Launch one half of a message; returns its number among this rank's, and its entry of the flight recorder."""
+        """Launch one half of a message. Returns its number among this rank's messages, and its entry of the flight
+        recorder."""
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < _TAGS:
             raise InvalidArgument(f"{kind}: tag={tag!r}: an integer from 0 to 2^32 - 1 is needed")
         if self._gpu is not None and self._gpu.capturing():
@@ -163,7 +164,7 @@ class PointToPoint:
             return number, entry
 
     def _place(self, message: Descriptor, peer: int, tag: int) -> int:
-        """The place of a message among those to or from `peer` with `tag`, if known; else its number."""
+        """The place of a message among the messages to or from `peer` with `tag`, if known; else its number."""
         if message.collective == "send":
             return self._sent[peer, tag]
         return self._received[peer, tag] + 1 if peer >= 0 else message.sequence
@@ -178,14 +179,14 @@ class PointToPoint:
         return entry
 
     def received(self, source: int, tag: int, entry: Entry | None = None) -> None:
-        """Note that a message has been taken, for the description of those that are pending. `entry`: the flight
-        recorder's, which does not know the source yet."""
+        """Note that a message has been received, for the description of pending messages. `entry` of the flight
+        recorder gets the source."""
         self._received[source, tag] += 1
         if entry is not None:
             entry[NUMBER], entry[WHAT] = self._received[source, tag], replace(entry[WHAT], root=source)
 
     def source(self, number: int) -> int:
-        """The source of message `number`, a receive from any rank that has run."""
+        """The rank from which message `number` came: a receive from any rank, which has completed."""
         return int(self.group.words[layout.RECV_SOURCE + number % layout.RECV_SOURCE_WORDS])
 
     def _half(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> Half:
@@ -220,7 +221,7 @@ class PointToPoint:
         return Half(run, facts, x.numel() * dtype.lanes, record, choice, tally, weight(nbytes))
 
     def unread(self) -> list[int]:
-        """The ranks that have not received all that this rank has sent."""
+        """The ranks that have not received all messages of this rank."""
         if self.group.suspended:
             self.faults.raise_refused()
         group, memory = self.group, self.group.layout
@@ -231,7 +232,8 @@ class PointToPoint:
     def acknowledged(self, seconds: float) -> bool:
         """True if all messages have been acknowledged; waits for `seconds` at most.
 
-        A message that is taken later is acknowledged in this rank's memory, which on a GPU would be gone.
+        The acknowledgement of a message that is received later is written to this rank's memory, which on a GPU would
+        be freed.
         """
         if self.group.simulated or self.group.routes.no_kernels is not None:
             return True
@@ -245,7 +247,7 @@ class PointToPoint:
         return self.faults.of(CollectiveMismatch, text, peer)
 
     def running(self, rank: int) -> str:
-        """The message that a rank is in, in words; empty if it is in none."""
+        """The message that a rank is sending or receiving, in words; empty if there is none."""
         control = self.group.control
         words = control.page(rank).device_words()
         number = int(words[layout.MESSAGE])
@@ -254,7 +256,7 @@ class PointToPoint:
         return next((m.text() for m in control.page(rank).messages() if m.sequence == number), f"message {number}")
 
     def describe(self, message: int, peer: int = -1) -> str:
-        """The message that this rank's half waits for, and the messages that have arrived instead."""
+        """In words, the message for which this rank waits, and the messages that have arrived instead."""
         control, rank = self.group.control, self.group.rank
         mine = next((m for m in control.page(rank).messages() if m.sequence == message), None)
         if mine is None:
@@ -270,7 +272,7 @@ class PointToPoint:
         return f"{text}; pending {'; '.join(pending)}"
 
     def _pending(self, source: int) -> list[str]:
-        """The messages from `source` that this rank has not received, of the last eight that it sent."""
+        """The messages from `source` that this rank has not received, among the last eight that `source` sent."""
         messages = self.group.control.page(source).messages()
         sent = [m for m in messages if m.collective == "send" and m.root == self.group.rank]
         return [
@@ -281,7 +283,7 @@ class PointToPoint:
 
 
 class FromAny(Work):
-    """A message from any rank: its source is known when it has run."""
+    """A receive from any rank; the source is known when it has completed."""
 
     def __init__(self, messages: PointToPoint, number: int, tag: int, entry: Entry | None) -> None:
         gpu = messages.group.gpu
@@ -307,7 +309,7 @@ class FromAny(Work):
         return self._source  # type: ignore[return-value]
 
     def keep(self) -> None:
-        """Read the source, before the word that holds it serves another message."""
+        """Read and keep the source, before its word is used by another message."""
         if self._source is None:
             self._wait_on_host(self._messages.group.timeout)
             self._faults.check()

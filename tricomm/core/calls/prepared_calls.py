@@ -3,7 +3,7 @@
     all_reduce, all_gather ... -> run -> launch of a kernel that is bound already
                                       -> `first`, which checks everything and plans, for a call that is new
 
-Built for speed: on a GPU this is most of a small collective's host time.
+Optimised for speed: on a GPU this is most of a small collective's host time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _STATUS = layout.STATUS
 _MOST_VARIANTS = 8
 _BARRIER = Request("barrier")
 _ONE_GETS = frozenset({"reduce", "gather"})
-# Never made, no tensor, or one without storage: sparse, or wrapped by vmap or grad; no memory for the output.
+# A call that was never made; no tensor, or one without storage (sparse, or wrapped by vmap or grad); no memory for the
+# output.
 NEW = (LookupError, TypeError, AttributeError, RuntimeError, NotImplementedError)
 
 
@@ -38,10 +39,11 @@ class PreparedCall:
 
     look      the check of the tensors (`arguments.look`)
     itemsize  bytes of an element; `nbytes` of the input, `out_nbytes` of the output
-    rest      bytes of a row that may begin anywhere, else 0: its last four bits decide whether rows are aligned; if
-              rows are uneven, the numbers in a row
-    apart     the only offset in bytes from the output at which the input may overlap it; None: at none
-    make      allocates the output, from its number of rows if they are uneven; None if the output is given
+    rest      bytes of a row if rows may be unaligned, which its last four bits decide, else 0; if rows are uneven, the
+              numbers in a row
+    apart     the only offset in bytes from the output at which the input may overlap it; None: it may not overlap
+    make      function that allocates the output, with the number of rows if they are uneven; None if the output is
+              given
     gives     whether this rank gets a result
     plans     index 2 * captured + aligned: the plan, and its kernel's repeated launch if there is one
     """
@@ -60,7 +62,8 @@ class PreparedCall:
 class PreparedCalls:
     """The prepared calls of one group. Those that are new are made by `FirstCalls`.
 
-    By kind and shapes, a list of the calls with other types, or in other modes of the caller; the latest is the first.
+    They are kept by kind and shapes, in lists of calls that differ in types or in the caller's mode, the latest one
+    first.
     """
 
     def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
@@ -74,8 +77,8 @@ class PreparedCalls:
         )
 
     def run(self, kind: Kind, x: Any, out: Any = None, async_op: bool = False, known_only: bool = False) -> Any:
-        """Make a call and return its result. With `known_only` a call that is not known, or that needs the checks of a
-        first call, is not made, and None is returned."""
+        """Make a call and return its result. With `known_only` a call that is new, or that needs the checks of a first
+        call, is not made, and None is returned."""
         entry, y = None, x
         captured = False
         if (gpu := self._gpu) is not None:
@@ -92,7 +95,7 @@ class PreparedCalls:
                     y = known.make()
                     target = y.data_ptr()
             else:
-                if out.is_nested:  # `look` would end the process
+                if out.is_nested:  # `look` would crash
                     raise LookupError
                 known = (variants := self._calls[kind, x.shape])[0]
                 if not known.look(x, out):
@@ -109,7 +112,7 @@ class PreparedCalls:
         if entry is None:
             return None if known_only else self._new(kind, x, out, async_op)
         group = self._group
-        if group.flags[_STATUS] or group.refusing or self._monitor.fault is not None:  # in a forked child it refuses
+        if group.flags[_STATUS] or group.refusing or self._monitor.fault is not None:  # in a forked child this refuses
             self._faults.check_usable()
         if captured:
             self._launcher.captured = True
@@ -120,7 +123,7 @@ class PreparedCalls:
         return self._launcher.finish(y, True) if async_op else y
 
     def run_uneven(self, kind: Kind, x: Any, sends: Any, takes: Any, out: Any, async_op: bool) -> Any:
-        """Make a call that sends and takes other numbers of rows each time, and return its output."""
+        """Make a call whose numbers of rows may change each time, and return its output."""
         entry, y, group, captured = None, out, self._group, False
         if (gpu := self._gpu) is not None:
             if gpu.current_device() != gpu.index:
@@ -152,8 +155,8 @@ class PreparedCalls:
         return self._launcher.finish(y, async_op)
 
     def remember(self, op: str, x: torch.Tensor) -> bool:
-        """Prepare all_reduces of tensors like `x`, after a call with the same elements in another shape. False if such
-        tensors need the checks of a first call."""
+        """Prepare all_reduces of tensors like `x`, after a call with the same number of elements in another shape.
+        False if such tensors need the checks of a first call."""
         if type(x) is not torch.Tensor or x.requires_grad or not x.is_contiguous():
             return False
         kind = ("all_reduce", op, None, None, -1, True)
@@ -169,7 +172,7 @@ class PreparedCalls:
         return self._launcher.finish(None, async_op)
 
     def _new(self, kind: Kind, x: Any, out: Any, async_op: bool, splits: tuple[Any, Any] | None = None) -> Any:
-        """Make a call that is not known, and keep it."""
+        """Make a call that is new, and keep it."""
         made = self._first.make(kind, x, out, splits)
         if made.output is not None:
             self.learn(kind, made.request, made.given, made.output, made.elements)
@@ -178,8 +181,8 @@ class PreparedCalls:
     def learn(
         self, kind: Kind, request: Request, given: tuple[torch.Tensor, ...], y: torch.Tensor, elements: int
     ) -> bool:
-        """Keep the plans of a call that has just been made, of the tensors `given` into `y`, with `elements` a row.
-        False if there are no plans."""
+        """Keep the plans of a call that has just been made, of tensors `given` into `y`, with `elements` elements a
+        row. False if there are no plans."""
         x, uneven = given[0], request.collective == "all_to_all_v"
         row = elements * x.itemsize
         rest = 0 if request.collective == "all_reduce" or uneven else row
@@ -208,7 +211,7 @@ class PreparedCalls:
 
 
 def known_like(planner: Planner, key: Any, given: Sequence[torch.Tensor], make: Callable[[], Any]) -> Any:
-    """The call among those prepared as `key` that takes the tensors `given`; a new one by `make` if there is none."""
+    """The call prepared as `key` that fits the tensors `given`; if there is none, a new one by `make`."""
     variants = planner.prepared.get(key, [])
     try:
         return first_like(variants, *given)
@@ -220,7 +223,7 @@ def known_like(planner: Planner, key: Any, given: Sequence[torch.Tensor], make: 
 
 
 def first_like(variants: list[Any], *given: torch.Tensor) -> Any:
-    """The call that takes the tensors `given`, moved to the front; raises `LookupError` if there is none."""
+    """The call that fits the tensors `given`, moved to the front; raises `LookupError` if there is none."""
     for place, known in enumerate(variants):
         if known.look(*given):
             if place:

@@ -35,7 +35,7 @@ _SWITCHED = frozenset(kernel.collective for kernel in registry.MULTICAST)
 
 
 class TuningMethods:
-    """Selection, tables, kernels before their calls, times."""
+    """Selection, tables, compilation in advance, times."""
 
     _group: Group
     _faults: Faults
@@ -71,11 +71,11 @@ class TuningMethods:
     ) -> Choice:
         """The backend and the kernel of a call with `nbytes` bytes of input, and why. Pure: asks no other rank.
 
-        `nbytes` is one rank's input, the root's if there is one; `dtype` is float32 by default; `mode` is eager, or
-        graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm, with `top_k` of one
-        whose rows are sums of experts' rows, and `wire` is that of an all_reduce. A symmetric handle instead of
-        `nbytes` means a call that reads it in place; `out` is the output if it is not that handle. Whether
-        NCCL can be used is known only after the first call that needs it. Raises `InvalidArgument` for a bad argument.
+        `nbytes` is the input of one rank, of the root if there is one. `dtype` is float32 by default. `mode` is eager,
+        or graph for a captured call. `hidden` and `quantize` are for an all_reduce_rms_norm, `top_k` for one whose rows
+        are sums of experts' rows, `wire` for an all_reduce. A symmetric handle instead of `nbytes` means a call that
+        reads it in place; `out` is the output if it is not that handle. Whether NCCL can be used is known only after
+        the first call that needs it. Raises `InvalidArgument` for a bad argument.
         """
         handle = nbytes if isinstance(nbytes, Symmetric) else None
         if handle is not None:
@@ -101,7 +101,7 @@ class TuningMethods:
             whole = into if collective == "all_reduce" and isinstance(into, Symmetric) else None
             request = request.over(handle, whole)
         request = request.sized(dtype, nbytes // dtype.itemsize if dtype is not None else 0)
-        if collective in POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
+        if collective in POINT_TO_POINT:  # only kernels, because all ranks together make NCCL's communicator
             return self._with_memory(self._planner.choice(request, nbytes, mode), request, mode)
         size = None if form.uneven else nbytes
         op_name = name if form.reduces else "none"
@@ -114,7 +114,8 @@ class TuningMethods:
         return of_request(selection.nccl(collective, route.reason), request, route.reason)
 
     def _with_memory(self, choice: Choice, request: Request, mode: str) -> Choice:
-        """`choice` with the reasons for an unusual kind of memory, for its way of launch, and for not using NVLS."""
+        """`choice` with the reasons for memory that is not of the default kind, for no dependent launch, and for no
+        NVLS."""
         memory = self._group.arena.reason
         if self._group.suspended:
             memory = "suspended, so no call is possible before resume()"
@@ -146,12 +147,12 @@ class TuningMethods:
         top_k: int | None = None,
         wire: str | None = None,
     ) -> int:
-        """Compile and load the kernels of calls, so that the first of these calls finds them. Returns how many there
-        are; 0 on a CPU. Asks no other rank.
+        """Compile and load the kernels that calls may use, before the first of these calls. Returns the number of
+        kernels; 0 on a CPU. Asks no other rank.
 
-        The arguments are those of `explain`; the calls have up to `most_bytes` of input, or any number, and plain
-        tensors; weights of experts are of fp32 or of `dtype`. Raises `InvalidArgument` for a call that no kernel takes;
-        `ResourceError` if a kernel cannot be compiled or loaded, and then the group is lost, as it is in a call.
+        The arguments are those of `explain`. The calls have up to `most_bytes` of input (None: any size) and plain
+        tensors; weights of experts are fp32 or of `dtype`. Raises `InvalidArgument` for a call that no kernel supports;
+        `ResourceError` if a kernel cannot be compiled or loaded, and then the group is lost, as in a call.
         """
         self._faults.check_usable()
         if not isinstance(dtype, torch.dtype | None):
@@ -189,7 +190,7 @@ class TuningMethods:
 
     @guarded
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
-        """From now on choose by `rows`, and by the shipped tables beyond them. Called by all ranks together.
+        """From now on select by `rows`, and by the shipped tables if no row fits. Called by all ranks together.
 
         For tuners. `explain` calls them `name`. Raises `InvalidArgument` for anything but rows, and on all ranks if
         their rows differ; then nothing has changed.
@@ -210,9 +211,9 @@ class TuningMethods:
     def time_calls(self, every: int) -> None:
         """Time every `every`th call of each shape from now on; 0: none. Each rank may have its own.
 
-        On a GPU a call is timed by events on its stream, at the cost of recording them, which may end the overlap with
-        the calls next to it. Calls in a CUDA graph are not timed. Call this before calls are warmed up for a capture:
-        it forgets what they have prepared. Raises `InvalidArgument` for a negative number.
+        On a GPU a call is timed by events on its stream, which take time to record and may prevent the overlap with
+        neighbouring calls. Calls in a CUDA graph are not timed. Call this before the warm-up of a capture, because it
+        drops all plans. Raises `InvalidArgument` for a negative number.
         """
         self._faults.check_usable()
         self._activity.time_calls(every)
@@ -222,7 +223,7 @@ class TuningMethods:
 def _epilogue(
     method: str, hidden: int | None, quantize: str | None, top_k: int | None, dtype: torch.dtype, nbytes: int
 ) -> Epilogue:
-    """The epilogue that `method` is asked about; raises `InvalidArgument` for impossible rows."""
+    """The epilogue of the calls to which `method` is applied; raises `InvalidArgument` for impossible rows."""
     if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1 or nbytes % (hidden * dtype.itemsize):
         raise InvalidArgument(f"{method}: hidden={hidden!r}: {nbytes} bytes of {dtype} have to be whole rows of it")
     if quantize is not None and quantize not in QUANTIZATIONS:

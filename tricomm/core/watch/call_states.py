@@ -26,13 +26,13 @@ def on_cpu(entries: list[Entry]) -> None:
 def on_gpu(entries: list[Entry], flags: Sequence[int], plan: Layout, world_size: int) -> None:
     """Read the words that the kernels write. No call of CUDA, because the thread that waits may hold its locks.
 
-    A call takes the epochs of its chunks, from the epoch that had ended when it was launched, or from the end of the
-    call before it. Not known are the epochs of a graph that is replayed while calls are queued after it, and of a fused
-    or quantised call or an `all_to_all_v` those beyond the least number. Calls queued after these can look further than
-    they are, until a later launch shows the epoch. A call that NCCL makes has ended when a later call has.
+    A call takes the epochs of its chunks, beginning with the epoch that had ended when it was launched, or with the end
+    of the call before it. The epochs of a graph that is replayed while calls are queued after it are not known; of a
+    fused or quantised call or an `all_to_all_v` only the least number is known. Calls queued after these can appear
+    further than they are, until a later launch shows the epoch. A call of NCCL has ended when a later call has.
     """
     now, started, blocks = time.time_ns(), flags[layout.STARTED], flags[layout.ENDED : layout.CONTROL_WORDS]
-    in_flight = started != 0 and started in blocks  # a block has not ended what the launch has started
+    in_flight = started != 0 and started in blocks  # a block has not ended the epoch that the launch has started
     ended = started if in_flight else blocks[0]
     calls = []
     for entry in sorted(entries, key=lambda entry: int(entry[NUMBER])):
@@ -40,7 +40,7 @@ def on_gpu(entries: list[Entry], flags: Sequence[int], plan: Layout, world_size:
         if isinstance(what, Descriptor) and what.collective in ("send", "recv"):
             entry[STARTED] = entry[CREATED] if what.sequence <= flags[layout.MESSAGE] else 0
             entry[ENDED] = now if what.sequence <= flags[layout.MESSAGE_ENDED] else 0
-        elif not isinstance(what, Descriptor) or what.mode == "eager":  # of a captured call nothing is known
+        elif not isinstance(what, Descriptor) or what.mode == "eager":  # nothing is known of a captured call
             by_kernel = isinstance(what, Descriptor) and what.algorithm != NCCL
             calls.append((entry, _epochs(what, plan, world_size) if by_kernel else 0))
     passed, until = 0, None
@@ -64,7 +64,7 @@ def on_gpu(entries: list[Entry], flags: Sequence[int], plan: Layout, world_size:
 
 
 def _epochs(what: Descriptor, plan: Layout, world_size: int) -> int:
-    """The epochs that a call takes; of an `all_to_all_v`, a fused or a quantised call the least number."""
+    """The number of epochs that a call takes; for an `all_to_all_v`, a fused or a quantised call the least number."""
     collective = "all_reduce" if what.collective in collective_specs.FUSED else what.collective
     in_place = "handle" in what.op  # of symmetric memory, which no mailbox divides
     if what.dtype == "none" or collective == "all_to_all_v" or in_place:

@@ -18,21 +18,21 @@ from tricomm.store.cuda.cuda_driver import load_driver
 
 _STARTED, _STATUS = layout.STARTED, layout.STATUS
 _ENDED = slice(layout.ENDED, layout.CONTROL_WORDS)  # a word for each block
-_MOST_LOADING = 600.0  # seconds: a compiler that takes longer does not end
+_MOST_LOADING = 600.0  # seconds; a compiler that takes longer is assumed to hang
 _MESSAGE, _MESSAGE_ENDED = layout.MESSAGE, layout.MESSAGE_ENDED
 
 
 class UserCall:
-    """A kernel that reports nothing itself: in flight until its `event`, if it has one, has passed. `name` if it is a
-    user's."""
+    """A kernel that reports nothing to the control page: in flight until its `event`, if it has one, has passed. `name`
+    is set for a user's kernel."""
 
     name = ""
     event: Any = None
 
 
 class InFlight:
-    """The call in flight; `elapsed`: its seconds so far, `loading` those of them in which a rank that it waits for
-    compiled or loaded a kernel. `describers` turn a status code that a kernel has reported into a `Fault`."""
+    """The call in flight. `elapsed` is its time so far in seconds, `loading` the part of it in which a rank for which
+    it waits compiled or loaded a kernel. `describers` turn a status code that a kernel has reported into a `Fault`."""
 
     def __init__(self, control: ControlPage) -> None:
         self.elapsed = self.loading = 0.0
@@ -51,7 +51,7 @@ class InFlight:
         self.describers.clear()
 
     def leave(self) -> None:
-        """Make its kernels leave."""
+        """Set the abort word, so that its kernels end."""
         self._words[layout.ABORT] = 1
 
     def reported(self) -> Fault | None:
@@ -66,7 +66,7 @@ class InFlight:
 
     @property
     def busy(self) -> bool:
-        """Whether it runs something, or a kernel has reported something. Costs nearly nothing."""
+        """Whether a call runs, or a kernel has reported something. Very cheap."""
         flags = self._flags
         return bool(
             self.in_epoch()
@@ -78,11 +78,11 @@ class InFlight:
 
     @property
     def counts(self) -> bool:
-        """Whether something ran when time was counted last."""
+        """Whether a call was running when time was counted last."""
         return self._before is not None
 
     def count(self, tick: float) -> None:
-        """`tick` seconds have passed since the last look."""
+        """Add `tick` seconds to the time of the call that runs."""
         running = self.running()
         if running is None or running != self._before:
             self.elapsed = self.loading = 0.0
@@ -93,7 +93,7 @@ class InFlight:
         self._before = running
 
     def running(self) -> object:
-        """The epoch of the kernel that runs, else the message, the user's call, or None. Calls queued after a running
+        """The epoch of the kernel that runs, else the message or the user's call, or None. Calls queued after a running
         kernel do not count.
         """
         for past in list(self._user_calls):
@@ -107,7 +107,7 @@ class InFlight:
         return next(iter(list(self._user_calls)), None)  # calls end in other threads
 
     def in_epoch(self) -> bool:
-        """Whether a collective's kernel runs: a block has not ended what the launch has started."""
+        """Whether a collective's kernel runs: a block has not ended the epoch that the launch has started."""
         started = self._started
         return started != 0 and bool((self._words[_ENDED] == started).any())
 
@@ -116,17 +116,17 @@ class InFlight:
         return int(self._words[_STARTED])
 
     def message(self) -> int | None:
-        """Number of the message that runs."""
+        """The number of the message that runs."""
         number = int(self._words[_MESSAGE])
         return number if number != int(self._words[_MESSAGE_ENDED]) else None
 
     @property
     def from_any(self) -> bool:
-        """Whether it is a message from any rank."""
+        """Whether the running message is a receive from any rank."""
         return self.message() is not None and int(self._words[layout.MESSAGE_PEER]) < 0
 
     def unfinished(self) -> list[int]:
-        """Ranks that have not done their part in the running call. Nothing is known about a user's own kernel."""
+        """Ranks that have not done their part in the running call; unknown for a user's kernel."""
         if self.in_epoch():
             return [r for r, words in self._peers.items() if not _past(words[_ENDED], self._started).all()]
         peer = int(self._words[layout.MESSAGE_PEER]) if self.message() is not None else -1
@@ -140,14 +140,15 @@ class InFlight:
 
     @contextmanager
     def user_call(self, gpu: Gpu | None, name: str = "") -> Iterator[None]:
-        """Counts a user's own kernel, which moves no epoch, as running: on a GPU until its event has passed."""
+        """Count a user's kernel, which advances no epoch, as running: on a GPU until its event has passed."""
         token = UserCall()
         token.name = name
         self._user_calls.append(token)
         try:
             yield
             if gpu is not None and not gpu.capturing():
-                token.event = gpu.recorded()  # only now: one that is not recorded yet counts as passed
+                # not before the launch, because an event that is not recorded yet counts as passed
+                token.event = gpu.recorded()
         finally:
             if token.event is None:
                 self._user_calls.remove(token)
@@ -161,16 +162,16 @@ class InFlight:
 
 
 def _past(ended: NDArray[np.int64], started: int) -> NDArray[np.bool_]:
-    """For each block of a rank: True if its last call, which ended before its epoch in `ended`, has finished epoch
-    `started`.
+    """For each block of a rank: True if the block has finished epoch `started`; `ended` has the epoch after its last
+    call.
 
-    Not the same as `ended != started`: a peer may be killed in the call before the one that this rank is in. Epochs
-    wrap at 2^32, and ranks are never far apart.
+    Not the same as `ended != started`: a peer may be killed in the call before this rank's. Epochs wrap at 2^32, and
+    ranks are never far apart.
     """
     since = (ended - started) % layout.EPOCH_LIMIT
     return (0 < since) & (since < layout.EPOCH_LIMIT // 2)
 
 
 def _entered(theirs: int, started: int) -> bool:
-    """True if a rank whose latest call is of epoch `theirs` (0: it made none) has reached epoch `started`."""
+    """True if a rank whose latest call has epoch `theirs` (0: none) has reached epoch `started`."""
     return theirs != 0 and (theirs - started) % layout.EPOCH_LIMIT < layout.EPOCH_LIMIT // 2

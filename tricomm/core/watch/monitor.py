@@ -1,11 +1,11 @@
-"""Watches over one communicator: sends heartbeats, reads the peers' and aborts a call that cannot finish.
+"""Watches one communicator: sends heartbeats, reads the peers' heartbeats, and aborts a call that cannot finish.
 
-A kernel notes in the control page that it runs (`started` is the epoch it runs in, `ended` the one after it), so the
-monitor sees both eager calls and graph replays. A peer has done its part in the running call once its own `ended` has
-moved past that epoch; its death does not matter to this call then.
+A kernel writes to the control page that it runs (`started` is its epoch, `ended` the epoch after it), so the monitor
+sees both eager calls and graph replays. A peer has done its part in the running call once its `ended` is past that
+epoch; after that its death does not affect this call.
 
-Time is counted from look to look, and a look counts for a quarter of a second at most: a process that was itself
-stopped, or starved, does not blame the others for it. All groups' monitors share one thread (`watcher`).
+Time is the sum of the intervals between looks, each counted as at most a quarter of a second, so that a process that
+was stopped or starved does not blame the others. All groups' monitors share one thread (`watcher`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tricomm.errors import GroupAborted, ResourceError
 from tricomm.store.control import RING, ControlPage, Fault, RankState
 
 _USER_SECONDS = 1.0
-_QUIET_SECONDS = 0.5  # without a heartbeat; after that, look at the CPU time of the process
-_COMPARE_SECONDS = 0.1  # a shorter call is not waiting for a rank in another call
+_QUIET_SECONDS = 0.5  # without a heartbeat, before the CPU time of the process is checked
+_COMPARE_SECONDS = 0.1  # before a call's peers are checked for other calls
 _SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
 
 
@@ -35,14 +35,15 @@ class FallbackBackend(Protocol):
 
 
 class Monitor:
-    """Turns a dead, stopped, late or diverging peer into a named fault.
+    """Detects a peer that is dead, stopped, late or in another call, and makes a named fault of it.
 
     `control` is the group's control page; `timeout` and `stall_timeout` are in seconds. `fault` is None until the group
-    is aborted; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended, or it
-    closed the group. `in_flight` describes the call that this rank runs. Its `describers` are functions, by the code
-    that a kernel reports in the status word, that make a fault of the peer and the number in the report; they are added
-    before `start`, and `stop` drops them. While the group is `suspended` there are no calls that would notice a dead
-    peer, so its death alone is a fault. `waited` has, by peer, the seconds that calls waited for it to enter.
+    is aborted; a later fault does not replace the first. `lost` is a rank whose process ended or that closed the group,
+    so that a call would wait for it in vain. `in_flight` describes the call that this rank runs. Its `describers` are
+    functions, by the code that a kernel reports in the status word, which make a fault of the peer and the number in
+    the report; they are added before `start`, and `stop` drops them. While the group is `suspended` no call would
+    notice a dead peer, so its death alone is a fault. `waited` has, by peer, the seconds that calls waited until it
+    entered.
     """
 
     def __init__(self, control: ControlPage, timeout: float, stall_timeout: float, watcher: Watcher = WATCHER) -> None:
@@ -55,7 +56,7 @@ class Monitor:
         self._stall = stall_timeout
         self._peers = control.peers
         self._backends: list[FallbackBackend] = []
-        self._lock = threading.RLock()  # a signal handler may abort the group while this thread does
+        self._lock = threading.RLock()  # reentrant, because a signal handler may abort the group while this thread does
         self._spread = False
         self.stopped, self.looked = False, 0.0  # the watcher's
         self.suspended = False
@@ -67,26 +68,26 @@ class Monitor:
         self._report: Callable[[], object] = str
 
     def start(self, describe: Callable[[int], str], report: Callable[[], object] = str) -> None:
-        """Begin to watch. `describe` names the peer that message number n waits for; `report` is called after
-        a fault, and may not block."""
+        """Begin to watch. `describe(n)` names the peer for which message number n waits; `report` is called after a
+        fault, and may not block."""
         self._describe, self._report = describe, report
         self._watcher.add(self)
 
     def watch(self, backend: FallbackBackend) -> None:
-        """From now on ask `backend` for its errors too, and abort it with the group."""
+        """From now on also poll `backend` for errors, and abort it with the group."""
         self._backends.append(backend)
 
     def stop(self) -> None:
-        """End the watch; on return nothing looks at the group any more. Idempotent."""
+        """End the watch; on return no thread accesses the group any more. Idempotent."""
         self._watcher.discard(self)
-        # Views keep a mapping alive, and the group and its monitor refer to each other: both end here.
+        # Drop the views, which keep a mapping alive, and the cycle of group and monitor.
         self._peers = ()
         self.in_flight.forget()
         self._describe = str
 
     def abandon(self, release: Callable[[], None]) -> None:
-        """The communicator was garbage-collected. Call `release`, which raises nothing, on the watcher's thread,
-        because this thread may hold any lock now. Does nothing if the monitor is stopped."""
+        """Called when the communicator is garbage-collected: call `release`, which raises nothing, on the watcher's
+        thread, because this thread may hold any lock now. Does nothing if the monitor is stopped."""
         self._release = None if self.stopped else release
 
     def abort(self, fault: Fault) -> Fault:
@@ -94,7 +95,7 @@ class Monitor:
         with self._lock:
             if self.fault is None:
                 self.fault = fault
-            if not self._spread:  # an interrupt may have stopped the first attempt half-way; each step can be repeated
+            if not self._spread:  # an interrupt may have stopped the first attempt midway; each step can be repeated
                 self.in_flight.leave()
                 self._control.raise_fault(self.fault)
                 self._control.set_state(RankState.ABORTED)
@@ -104,7 +105,7 @@ class Monitor:
             return self.fault
 
     def _abort_backends(self) -> None:
-        """Abort each on another thread, because NCCL does not say how long it takes."""
+        """Abort each backend on another thread, because NCCL may take any time."""
         while self._backends:
             backend = self._backends.pop()
             try:
@@ -128,7 +129,7 @@ class Monitor:
         return next((r for r in self._peers if control.page(r).state != left and not control.alive(r)), None)
 
     def busy(self) -> bool:
-        """Whether a call of this rank runs, or a kernel has reported something. Costs nearly nothing."""
+        """Whether a call of this rank runs, or a kernel has reported something. Very cheap."""
         return self.in_flight.busy
 
     def beat(self) -> None:
@@ -137,7 +138,7 @@ class Monitor:
             self._control.beat()
 
     def look(self, tick: float) -> None:
-        """Look at the peers, `tick` seconds after the last look. An error in it costs this group only."""
+        """Check the peers, `tick` seconds after the last time. An error in this affects this group only."""
         if self._release is not None:
             self._release()
             return
@@ -146,7 +147,7 @@ class Monitor:
             return
         try:
             self._look(tick)
-        except Exception as error:  # a monitor that failed silently would let the next call hang
+        except Exception as error:  # if the monitor failed silently, the next call could hang
             text = f"rank {self._control.rank}'s monitor failed: {type(error).__name__}: {error}"
             with suppress(GroupAborted):
                 self.abort(Fault(errors.GroupAborted.__name__, self._control.rank, 0, text))
@@ -174,7 +175,7 @@ class Monitor:
             self._look_at_call(tick)
 
     def _look_at_call(self, tick: float) -> None:
-        """Look at the call that runs, `tick` seconds after the last time."""
+        """Check the call that runs, `tick` seconds after the last time."""
         running = self.in_flight
         if running.elapsed > _COMPARE_SECONDS and self.diverging():
             return
@@ -193,8 +194,8 @@ class Monitor:
             self._late(late)
 
     def diverging(self) -> bool:
-        """Compare this rank's calls with the others', because kernels and NCCL do not meet in any mailbox. If they
-        differ, aborts the group and returns True."""
+        """Compare this rank's calls with the other ranks', because a kernel and NCCL share no mailbox in which they
+        could notice a difference. If they differ, abort the group and return True."""
         control = self._control
         for rank in self._peers:
             last = min(control.page(control.rank).sequence(), control.page(rank).sequence())
@@ -208,9 +209,9 @@ class Monitor:
         return False
 
     def _needs(self, rank: int) -> bool:
-        """True if the running call waits for a rank that is gone. Asked after it has gone, because it may have done its
-        part just before. A message may have been sent before, and a user's kernel may not need that rank at all, so
-        they get a second to end; a receive from any rank can end as long as one peer stays."""
+        """True if the running call waits for `rank`, which is gone. Called only then, because the rank may have done
+        its part just before. A message may have been sent before, and a user's kernel may not need that rank at all, so
+        these get a second to end. A receive from any rank can complete while one peer is left."""
         running = self.in_flight
         if running.in_epoch():
             return rank in running.unfinished()
@@ -219,7 +220,7 @@ class Monitor:
         return min(running.elapsed, *(self._absent.get(r, 0.0) for r in needed)) > _USER_SECONDS
 
     def _count(self, tick: float) -> None:
-        """Add a tick to the age of all that has not changed since the last one."""
+        """Add a tick to the age of each peer's heartbeat that has not changed since the last tick."""
         self.in_flight.count(tick)
         for rank in self._peers:
             beat = self._control.page(rank).heartbeat
@@ -229,8 +230,8 @@ class Monitor:
             self._absent[rank] = self._absent.get(rank, 0.0) + tick if self._gone(rank) else 0.0
 
     def _works(self, rank: int, age: float) -> bool:
-        """Whether a peer without a heartbeat for `age` seconds has run since the last look: a long call in C that holds
-        the interpreter's lock, as imports and unpickling make them, keeps the heart from beating."""
+        """Whether a peer without a heartbeat for `age` seconds has used CPU time since the last look: a long call in C
+        that holds the GIL, as in imports and unpickling, blocks the heartbeat."""
         if age < min(_QUIET_SECONDS, self._stall / 2):
             self._ticks.pop(rank, None)
             return False
@@ -245,14 +246,15 @@ class Monitor:
         return self.abort(Fault(kind, fault.culprit, fault.sequence, text))
 
     def died(self, rank: int) -> Fault:
-        """Abort the group because `rank` is gone, with the reason that it recorded, if any. If it closed without one
-        and another rank was killed, that rank is blamed."""
-        left = self._control.page(rank).fault()  # after its state: a rank writes its reason before it closes
+        """Abort the group because `rank` is gone, with the fault that it has published, if any. If it closed without
+        one and another rank was killed, the fault names the killed rank."""
+        # read after its state, because a rank writes its fault before it closes
+        left = self._control.page(rank).fault()
         if left is not None:
             return self._adopt(rank, left)
         closed = self._control.page(rank).state == RankState.CLOSED
         killed = self._killed() if closed else None
-        if killed is not None:  # seen by the one that closed, in another group or before this rank looked
+        if killed is not None:  # the rank that closed has noticed the death, in another group or before this rank did
             return self.died(killed)
         what = "closed the communicator" if closed else f"(pid {self._control.pid(rank)}) died"
         return self._blame(errors.PeerDied, rank, f"rank {rank} {what}; {self._last_call(rank)}")

@@ -1,4 +1,4 @@
-"""One thread of a process that watches over all of its communicators.
+"""The thread of a process that watches all of its communicators.
 
 A group in which a call runs is checked every tick. The others are checked in rotation, a few per tick, so that hundreds
 of idle groups cost little. When a process ends, all groups are checked at once. An error in checking a group affects
@@ -22,7 +22,7 @@ TICK = 0.02
 _LONGEST_TICK = 0.25
 _BEAT_SECONDS = 0.1
 _FEW = 4  # idle groups that are checked in a tick, at least
-_TICKS = 25  # in which each idle group is checked once
+_TICKS = 25  # ticks within which each idle group is checked once
 _STOP_SECONDS = 5.0
 
 
@@ -40,11 +40,12 @@ class Watchable(Protocol):
         """Tell the peers that this process runs."""
 
     def look(self, tick: float) -> None:
-        """Look at the peers; `tick` seconds have passed since the last look."""
+        """Check the peers; `tick` seconds have passed since the last time."""
 
 
 class Watcher:
-    """The thread, while there is something to watch. The explorer overrides it: its time looks at the monitors."""
+    """The thread; it runs while there are monitors. The explorer replaces it and calls the monitors itself, in
+    simulated time."""
 
     def __init__(self, ended: Callable[[], int] = process.ended) -> None:
         self._ended = ended
@@ -69,7 +70,8 @@ class Watcher:
                     raise
 
     def discard(self, monitor: Watchable) -> None:
-        """Forget `monitor`; on return nothing looks at it any more. Idempotent. Ends the thread with the last one."""
+        """Remove `monitor`; on return the thread does not access it any more. Idempotent. Removing the last one ends
+        the thread."""
         monitor.stopped = True
         self._watched.pop(id(monitor), None)
         thread = self._thread
@@ -97,7 +99,7 @@ class Watcher:
                 self._at(monitor, lambda due: due.look(self._tick(due)))
 
     def _over(self) -> bool:
-        """Whether the thread ends now; the next group starts another one."""
+        """Whether the thread ends now; the next group starts a new one."""
         with self._lock:
             self._wake.clear()
             if self._watched:
@@ -120,7 +122,8 @@ class Watcher:
         return tick
 
     def _at(self, monitor: Watchable, action: Callable[[Watchable], None]) -> None:
-        self._current = monitor  # before `stopped` is read: a thread that stops it waits until another one is current
+        # before `stopped` is read: `discard` sets `stopped` and then waits until another monitor is current
+        self._current = monitor
         try:
             if not monitor.stopped:
                 action(monitor)
@@ -132,7 +135,7 @@ WATCHER = Watcher()
 
 
 def _after_fork() -> None:
-    """In a child: the thread was not copied, and the parent's groups are not the child's."""
+    """Called in a forked child: the thread was not copied, and the parent's groups are not the child's."""
     WATCHER.__init__()  # type: ignore[misc]
 
 
