@@ -1,4 +1,4 @@
-"""The `torch.distributed` backend "tricomm": drop-in for every c10d call, which falls back to NCCL and TCP."""
+"""The `torch.distributed` backend "tricomm": supports every c10d call, some of them by NCCL or over TCP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tricomm.options import Options
 
 __all__ = ["TricommGroup", "custom_ops", "ddp_hook", "group_over", "wrap"]
 
-torch._C._collect_all = collect_all  # `torch.futures.collect_all` would lose the places of callbacks
+torch._C._collect_all = collect_all  # `torch.futures.collect_all` knows no places of callbacks
 
 
 def group_over(

@@ -1,4 +1,4 @@
-"""The futures of calls. Every callback knows which call it belongs to, and its place among the call's callbacks.
+"""The futures of calls. Every callback knows its call, and its place among the call's callbacks.
 
 The names of the calls that a callback makes contain both (`call_queue`), so they do not depend on when the callback
 was attached, or on the thread that runs it.
@@ -26,14 +26,15 @@ from tricomm.threads import run_in_helper
 NAMELESS = "(?)"  # in the place of a callback that may make no calls
 log = logging.getLogger("tricomm")
 _here = threading.local()
-busy: set[object] = set()  # one for each thread that runs calls or callbacks; the end of the process waits for them
+# one object for each thread that runs calls or callbacks; the exit of the process waits for them
+busy: set[object] = set()
 _collect_all = torch._C._collect_all
 
 
 @dataclass(eq=False)
 class CallId:
-    """A call of the group of `queue`: `name` is its name there, once it runs; the callback `origin` has made it, or
-    (None) the program.
+    """A call of the group of `queue`. `name` is its name in the group, once it runs; `origin` is the callback that has
+    made it, None for the program.
 
     Futures refer to this and not to the call's handle, because that refers to them: a reference cycle would keep the
     tensors until the garbage collector runs.
@@ -46,7 +47,7 @@ class CallId:
 
 @dataclass(eq=False)
 class Origin:
-    """A callback of `call`, at `place` among the call's callbacks. `lines` has its lines by group."""
+    """A callback of `call`, at `place` among the call's callbacks. `lines` has the lines of its calls by group."""
 
     call: CallId
     place: str
@@ -73,7 +74,7 @@ def _running(origin: Origin) -> Iterator[None]:
 
 
 class _Modes:
-    """The thread-local modes of torch in the thread that attaches a callback; the callback runs in them."""
+    """torch's thread-local modes of the thread that attaches a callback; the callback runs with them."""
 
     def __init__(self) -> None:
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -99,7 +100,7 @@ def _without_frames(error: BaseException) -> BaseException:
     """A copy of `error` and of its causes, without tracebacks; `error` if its class cannot be copied."""
     try:
         made: BaseException = copy.copy(error)
-    except Exception:  # the constructor of a user's class takes something else than `args`
+    except Exception:  # the constructor of a user's class may take other arguments than `args`
         return error
     if error.__cause__ is not None:
         made.__cause__ = _without_frames(error.__cause__)
@@ -107,11 +108,10 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 class _Failure:
-    """The value of a future that has failed. C++ code (DDP's reducer) shows it as text, Python code gets a copy of the
-    error.
+    """The value of a future that has failed. C++ code (DDP's reducer) prints it, Python code gets a copy of the error.
 
-    The garbage collector does not see the references of a future. With a traceback the error would keep the frames of
-    the call and of its waiters for ever, because they refer to the future, and with them tensors and descriptors.
+    The garbage collector does not see the references of a future. The frames of the call and of its waiters refer to
+    the future, so a traceback in the error would keep them, with their tensors and descriptors, for ever.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -150,8 +150,8 @@ class _Callback:
 class CallFuture(Future[Any]):
     """The future of a call, or one that `then` or `collect_all` returned; each of its callbacks has a place.
 
-    torch would run callbacks as part of completing the future. Here they run afterwards, so that the thread can first
-    hand over its line to another one. A callback runs in torch's modes of the thread that attached it.
+    torch would run callbacks as part of completing the future. Here they run afterwards, so that another thread can
+    first take over the line. A callback runs with torch's thread-local modes of the thread that attached it.
     """
 
     def __init__(self, call: CallId, place: str = "") -> None:
@@ -200,8 +200,8 @@ class CallFuture(Future[Any]):
     def next_place(self) -> str:
         """The place of the next callback: a number, prefixed with the place of this future if it has one.
 
-        The code that made the call (a callback, or the program) needs no prefix. Any other code that attaches callbacks
-        has a prefix and its own count, because the order in which several attach may differ between ranks.
+        The code that made the call (a callback, or the program) needs no prefix. Other code that attaches callbacks has
+        a prefix and a separate count, because the order in which several attach may differ between ranks.
         """
         by, who = current_origin(), ""
         if by is not self._call.origin:
@@ -235,7 +235,8 @@ class CallFuture(Future[Any]):
         return bool(self._callbacks)
 
     def run_callbacks(self) -> None:
-        """Run the callbacks that no other thread has begun, each on its own thread, because one may wait for another.
+        """Run the callbacks that no other thread has begun, each on a separate thread, because one may wait for
+        another.
 
         The future is complete.
         """
@@ -248,7 +249,7 @@ class CallFuture(Future[Any]):
                 except IndexError:
                     return
                 if self._callbacks:
-                    with suppress(ResourceError):  # without another thread they run one after another
+                    with suppress(ResourceError):  # if no thread can be started, they run here, one after another
                         run_in_helper(self.run_callbacks)
                 callback.run()
         finally:
@@ -258,13 +259,13 @@ class CallFuture(Future[Any]):
         callback = _Callback(Origin(self._call, place), _Modes(), action)
         self._callbacks.append(callback)
         if self.done():
-            with suppress(ValueError):  # the thread that completed the future runs it
+            with suppress(ValueError):  # then the thread that completed the future runs it
                 self._callbacks.remove(callback)
                 callback.run()
 
 
 def collect_all(futures: list[Any]) -> Any:
-    """`torch.futures.collect_all`, whose result has a place if one of `futures` is a call's."""
+    """As `torch.futures.collect_all`; if one of `futures` belongs to a call, the result has a place."""
     given = list(futures)
     first = next((future for future in given if isinstance(future, CallFuture)), None)
     if first is None or not all(isinstance(future, torch._C.Future) for future in given):

@@ -1,13 +1,13 @@
-"""The entry of every call of a group: interrupts, and tensors that wrap other tensors.
+"""The entry of every call of a group: handles interrupts, and tensors that wrap other tensors.
 
 Ctrl-C, or an exception from a signal handler, can interrupt a call at any line, while the other ranks wait for this
-one. So the group is given up, and the other ranks are told. Any other error that is raised before a call is sent (by an
+one. So the group is aborted, and the other ranks are told. Any other error that is raised before a call is sent (by an
 allocation, by Dynamo, by a dispatch mode of the caller) leaves the group usable.
 
-Only the tensor subclass itself knows how a call applies to the tensors that it wraps (TwoTensor,
-AsyncCollectiveTensor). So such a call passes its tensors to an operator of torch, and torch's dispatcher passes them to
-the subclass. The subclass calls the operator with the inner tensors: it may wait for them first, call once for each, or
-refuse. The operator makes the group's call with these.
+Only a tensor subclass (TwoTensor, AsyncCollectiveTensor) knows how a call applies to the tensors that it wraps. So such
+a call passes its tensors to an operator of torch, and torch's dispatcher passes them to the subclass. The subclass
+calls the operator with the inner tensors: it may wait for them first, call once for each, or refuse. The operator makes
+the group's call with these.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tricomm.store.tcp.waits import told
 
 # Raised before anything is sent, or by the call itself; the group stays usable.
 _REFUSALS = (TricommError, TypeError, ValueError, NotImplementedError)
-NOTHING_SENT = "tricomm_nothing_sent"  # attribute of an exception by which a native backend refuses a call
+NOTHING_SENT = "tricomm_nothing_sent"  # attribute of an exception: it was raised before anything was sent
 _lib = Library("tricomm", "FRAGMENT")
 _pending: dict[int, Callable[[list[torch.Tensor]], None]] = {}
 _tokens = itertools.count()
@@ -38,8 +38,8 @@ _sending: set[CodeType] = set()
 
 
 def guard_methods(*names: str) -> Callable[[type], type]:
-    """Class decorator: the methods `names` take wrapper tensors, and call `self.interrupted(error)` if a foreign
-    exception leaves them."""
+    """Class decorator: the methods `names` accept wrapper tensors, and call `self.interrupted(error)` if an exception
+    leaves them that is no refusal."""
 
     def decorate(kind: type) -> type:
         for name in names:
@@ -54,7 +54,7 @@ def guarded_call(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
-        # On one line: Python then looks for interrupts inside of the `try` only.
+        # On one line, so that Python checks for interrupts only inside of the `try`.
         try:
             return _run(method, self, args, keywords)  # noqa: E701
         except BaseException as error:
@@ -67,14 +67,14 @@ def guarded_call(method: Any) -> Any:
 
 
 def sends(function: Any) -> Any:
-    """Decorator: an exception that passes through `function` may leave a call half made."""
+    """Decorator: an exception that leaves `function` may have interrupted a call."""
     _sending.add(function.__code__)
     return function
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the group stays usable after `error`: the call itself raises it, for its arguments or for a fault, or it
-    is raised before the call is sent and is no interrupt."""
+    """Whether the group stays usable after `error`: because the call raised it, for its arguments or for a fault, or
+    because it was raised before the call was sent and is no interrupt."""
     if not isinstance(error, Exception) or comes_from_handler(error):
         return False
     if isinstance(error, _REFUSALS) or getattr(error, NOTHING_SENT, False):

@@ -13,8 +13,8 @@ messages, and each record carries line and number. `docs/torch-distributed.md` s
 `devtools.call_order_model` explores every order of events for small programs.
 
 A thread runs the calls of a line until none is queued. If a call has callbacks, another thread takes over the line,
-because a callback may wait for a later call. The queue takes no lock, because an interrupt in the caller's thread could
-leave it taken.
+because a callback may wait for a later call. The queue uses no lock, because an interrupt in the caller's thread could
+leave it locked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-# First, so that at the end of a process calls end before communicators and connections.
+# Imported first, so that at exit calls end before communicators and connections.
 import tricomm.communicator  # noqa: F401
 import tricomm.store.tcp.transport  # noqa: F401
 from tricomm import threads
@@ -44,7 +44,7 @@ from tricomm.metrics.flight_recorder import FlightRecorder, off
 from tricomm.threads import refuse_handlers_call, run_in_helper
 
 _DRAIN_SECONDS = 2.0
-_CALLBACK_SECONDS = 60.0  # at the end of a process, which a callback's thread would abort if it outlived Python
+_CALLBACK_SECONDS = 60.0  # at exit: a callback's thread that outlived Python would abort the process
 _queues: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictionary()
 
 
@@ -63,7 +63,7 @@ class Turn:
 class _QueuedCall:
     action: Callable[[Turn], None]
     work: PendingWork
-    entry: Entry  # of the flight recorder, or nothing
+    entry: Entry  # of the flight recorder; may be empty
 
 
 class Line:
@@ -72,9 +72,9 @@ class Line:
     def __init__(self, queue: CallQueue, name: str = "") -> None:
         self.queue, self.name = queue, name
         self._calls: deque[_QueuedCall] = deque()
-        self._idle = [True]  # one token: the thread that pops it runs the line; pop is atomic
+        self._idle = [True]  # holds a token while no thread runs the line; a thread takes it by `pop`, which is atomic
         self._number = 0
-        self._runner = 0  # the thread that is in the middle of a call
+        self._runner = 0  # the thread that is executing a call
 
     @cached_property
     def key(self) -> int:
@@ -87,25 +87,26 @@ class Line:
         return self._number + len(self._calls) + 1
 
     def submit(self, call: _QueuedCall, here: bool) -> None:
-        """Run `call` in its turn, in this thread if `here` and if it is the next one. Raises `ResourceError` if no
-        thread can be started; the call then has no number."""
+        """Run `call` in its turn; in this thread if `here` and if it is next. Raises `ResourceError` if no thread can
+        be started; the call then gets no number."""
         if self._runner == threading.get_ident():
             refuse_handlers_call(self.queue._text)
         self._calls.append(call)
         try:
             if not self._take():
                 return
-            if here and self._calls[0] is call:  # callbacks of calls before it may wait for later ones
+            if here and self._calls[0] is call:  # if it is next: callbacks of earlier calls may wait for later ones
                 self._run(call)
             else:
                 run_in_helper(self._run)
         except ResourceError as error:
             self._calls.remove(call)
-            while not self._give_back():  # another thread has queued a call meanwhile
+            while not self._give_back():  # another thread has queued a call
                 self._end(self._calls.popleft(), error)
             raise
         except BaseException:
-            self._idle.append(True)  # after Ctrl-C there may be two, in a group that is given up; none would be worse
+            # after Ctrl-C there may be two tokens, in an aborted group; no token would be worse
+            self._idle.append(True)
             raise
 
     def _take(self) -> bool:
@@ -116,7 +117,7 @@ class Line:
             return False
 
     def _give_back(self) -> bool:
-        """Return the token if no call is queued; False if this thread has to go on with the line."""
+        """Return the token if no call is queued; False if this thread must continue with the line."""
         while not self._calls:
             self._idle.append(True)
             if not self._calls or not self._take():
@@ -124,14 +125,14 @@ class Line:
         return False
 
     def _run(self, last: _QueuedCall | None = None) -> None:
-        """Run queued calls: until none is left, or `last` has run, or this thread has callbacks to run."""
+        """Run queued calls until none is left, `last` has run, or this thread has callbacks to run."""
         thread, kept = object(), list[CallFuture]()
         busy.add(thread)
         try:
             while (call := self._next()) is not None:
                 with_callbacks = self._execute(call)
                 leave = call is last or bool(with_callbacks)
-                del call  # a thread that waits must not keep the last call's tensors
+                del call  # a waiting thread must not keep the last call's tensors alive
                 kept += with_callbacks
                 if leave and self._hand_over():
                     break
@@ -148,8 +149,8 @@ class Line:
         return None
 
     def _hand_over(self) -> bool:
-        """Let another thread take over the line. False if none can be started: then this thread runs the queued calls,
-        and the callbacks after them."""
+        """Let another thread take over the line. False if no thread can be started; then this thread runs the queued
+        calls and afterwards the callbacks."""
         if self._give_back():
             return True
         try:
@@ -173,7 +174,7 @@ class Line:
             except Exception as failure:
                 self.queue.recorder.name_in(failure)
                 error = failure
-            except BaseException as failure:  # an interrupt, which the caller gets as it is
+            except BaseException as failure:  # an interrupt: the caller gets it unchanged
                 self._runner = 0
                 self._end(call, GroupAborted(f"the call was ended by {type(failure).__name__}: {failure}"))
                 raise
@@ -197,7 +198,7 @@ class CallQueue:
         self.recorder = recorder or off()
         self._name, self._ranks, self._text = name, frozenset(ranks), text or name
         self._main, self._closed = Line(self), False
-        self.refusal: GroupAborted | None = None  # for the calls that are still in a line
+        self.refusal: GroupAborted | None = None  # the error of calls that have not begun
         self.pending: set[PendingWork] = set()
         _queues[id(self)] = self
 
@@ -212,11 +213,11 @@ class CallQueue:
         made: Any = None,
         shown: Callable[[int, str], AbstractContextManager[None]] | None = None,
     ) -> PendingWork:
-        """Run `action` in its turn; returns a handle, which is finished if the caller waits. `here`: in this thread if
-        its turn has come; helper threads always do that. `made`: the calls to record, or None.
-        `shown(number, line)` opens the event of these calls in a profiler; it lasts as long as this method runs.
+        """Run `action` in its turn. Returns a handle, which is finished unless `async_op`. `here`: run it in this
+        thread if its turn has come; helper threads always do that. `made`: the calls to record, or None. `shown(number,
+        line)` opens the event of these calls in a profiler; it lasts as long as this method runs.
 
-        `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait for the call.
+        `interrupted(error)` is called if an exception of other code, such as Ctrl-C, ends a wait for the call.
         """
         if self._closed:
             raise GroupAborted(f"{what}: the group was destroyed; make a new one")
@@ -250,7 +251,7 @@ class CallQueue:
         return line
 
     def name_for(self, other: CallQueue) -> str:
-        """The prefix that stands for this group in names of calls in `other`; empty if they are the same.
+        """The prefix for this group in names of calls in `other`; empty if they are the same group.
 
         Raises `InvalidArgument` if not all ranks of `other` know this group by its name.
         """
@@ -268,7 +269,8 @@ class CallQueue:
         )
 
     def close(self, seconds: float = _DRAIN_SECONDS) -> None:
-        """Take no more calls. Wait `seconds` at most for those made before, then refuse those not begun. Idempotent."""
+        """Accept no more calls. Wait at most `seconds` for earlier calls, then refuse those that have not begun.
+        Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -278,7 +280,7 @@ class CallQueue:
         self.refuse(GroupAborted(f"{self._text}: the group was destroyed; make a new one"))
 
     def refuse(self, error: GroupAborted) -> None:
-        """End the calls that have not begun, now and later, with `error`. Any thread may call it."""
+        """End all calls that have not begun, present and future ones, with `error`. Any thread may call it."""
         self.refusal = error
         for work in list(self.pending):
             if not work.id.name:  # it has not begun

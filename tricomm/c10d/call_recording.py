@@ -26,8 +26,8 @@ _NOTHING = nullcontext()
 
 
 class GroupRecorders:
-    """The recorders of one group by type of device. Calls on a CPU are recorded in their queue, those of CUDA where
-    they are launched, messages here."""
+    """The recorders of one group by type of device. The queue records calls on a CPU, the launcher calls on CUDA, and
+    this class messages."""
 
     def __init__(self, config: GroupConfig, devices: list[str]) -> None:
         rank, timeout = config.ranks[config.rank], config.timeout.total_seconds()
@@ -54,7 +54,8 @@ class GroupRecorders:
         return entry
 
     def shown(self, what: str, x: torch.Tensor, peer: int | None, tag: int) -> AbstractContextManager[None]:
-        """A profiler's event of a message that this block posts. torch's own backends open events for theirs."""
+        """A context manager: the profiler's event of a message that is posted inside. torch's own backends open the
+        events of their messages."""
         if not self.trace.on or x.device.type != "cpu":
             return _NOTHING
         made = Made(what, f"tag {tag}", x.dtype, x.numel(), ANY if peer is None else peer)
@@ -86,14 +87,14 @@ class GroupRecorders:
 
 
 def native(recorder: FlightRecorder, number: int, batch: list[Any]) -> None:
-    """Record calls of a group without a communicator, which NCCL makes."""
+    """Record calls that NCCL runs for a group without a communicator."""
     if recorder.on:
         for place, call in enumerate(batch):
             recorder.add((number + place, call.made, time.time_ns(), None))
 
 
 def decided(call: GroupCall, router: Router, comm: Communicator | None) -> dict[str, Any]:
-    """A profiler's keys of a call: its route, and its kernel if `comm` runs it."""
+    """The keys of a call for a profiler: its route, and its kernel if `comm` runs it."""
     route = router.choice(*call.facts)
     if route.backend != KERNELS or comm is None:
         return {"Route": route.backend, "Reason": route.reason}

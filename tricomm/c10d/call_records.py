@@ -1,8 +1,8 @@
-"""How the ranks compare a call on the CPU before they use each other's data.
+"""The ranks compare their records of a call on the CPU before they use each other's data.
 
-Another type or operation would give wrong numbers. So the first exchange of a call carries records of a fixed size.
-Each rank reads all records, so all ranks reach one verdict. A mismatch costs the call, not the group, because no data
-is used. Short data is sent with the record, and longer data after the verdict. Descriptions of the calls are
+If types or operations differed, results would be wrong. So the first exchange of a call carries records of a fixed
+size. Each rank reads all records, so all ranks reach the same result. A mismatch ends the call, not the group, because
+no data is used. Short data is sent with the record, longer data after the comparison. Descriptions of the calls are
 exchanged only if the records differ. TRICOMM_CHECK=0, on all ranks, skips the comparison.
 """
 
@@ -28,16 +28,16 @@ Row = tuple[int, torch.Tensor]  # the same, as a tensor of bytes
 _MAIN_TAG = FIRST_OWN_TAG  # of the program's calls
 _FIRST_LINE_TAG = FIRST_OWN_TAG + 16  # from here on, tags of the calls that callbacks make
 _LINE_TAGS = (1 << 31) - _FIRST_LINE_TAG
-_SHORT_BYTES = 64 * 1024  # of data that is sent with the record, and copied once more on arrival
+_SHORT_BYTES = 64 * 1024  # limit of data that is sent with the record, and copied once more on arrival
 _HEAD = struct.Struct("<QQII")  # line, number, fingerprint, whether the rank cannot make the call
 _WORDS = struct.Struct("<40s200s")  # the call's name and description
 
 
 class CallContext:
-    """The context of one call over the connections: its `deadline` (of `time.monotonic()`), and `what` describes it.
+    """The context of one call over the connections: its `deadline` (of `time.monotonic()`), and its description `what`.
 
     Messages have the tag of the call's line, so calls of several lines may be in flight. `unchecked` are the records
-    that the first exchange carries, until then.
+    for the first exchange, until it has been made.
     """
 
     __slots__ = ("deadline", "rank", "tag", "transport", "turn", "unchecked", "what", "world_size")
@@ -46,7 +46,7 @@ class CallContext:
         self.transport, self.deadline, self.what, self.turn = transport, deadline, what, turn
         self.rank, self.world_size = transport.rank, transport.world_size
         self.unchecked: CallRecords | None = None
-        # Two lines whose tags are equal by chance are told apart by their records.
+        # Two lines may have the same tag by chance; the records distinguish them.
         key = turn.line.key
         self.tag = _FIRST_LINE_TAG + key % _LINE_TAGS if key else _MAIN_TAG
 
@@ -110,8 +110,8 @@ class CallRecords:
     def check(self, context: CallContext, sends: list[Part], receives: list[Part]) -> None:
         """Exchange the records, and the data of `sends` and `receives`.
 
-        Raises `CollectiveMismatch`, on every rank, that names the ranks and their calls or problems; on a rank with a
-        problem, raises that.
+        If they differ, raises `CollectiveMismatch` on every rank, which names the ranks and their calls or problems; a
+        rank with a problem raises that instead.
         """
         batch, problem = self._batch, self._problem
         self._batch, self._problem = [], None

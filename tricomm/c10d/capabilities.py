@@ -1,4 +1,4 @@
-"""The capabilities that the ranks of a c10d group tell each other, over the group's store, when it is made.
+"""The capabilities that the ranks of a c10d group exchange over the group's store when it is made.
 
 Each rank publishes a record of its process, its node and the features that its environment allows. All ranks read all
 records, so they reach the same conclusion. Ranks are on one node if their boot ids are equal, whatever the host names
@@ -32,7 +32,7 @@ from tricomm.store.generation import Generation
 from tricomm.store.records import Capabilities
 
 _CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE, _BATCH_INVARIANT = 1, 2, 4, 8, 16
-_WIRE_BIT = 5  # and those above: the place of `Options.wire` in `_WIRES`
+_WIRE_BIT = 5  # this bit and those above are the index of `Options.wire` in `_WIRES`
 _WIRES = (None, *WIRES)
 # A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
 # this and 5.3 s with 64 MiB (2 ranks, simulated).
@@ -57,10 +57,10 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class GroupCapabilities:
-    """The conclusion, equal on all ranks.
+    """The result of the exchange, equal on all ranks.
 
     `members` are the ranks' processes; `no_kernels` is the reason why no kernel runs on a device type; `check` is
-    TRICOMM_CHECK; `generation` has the store for all that the group writes; `batch_invariant`: whether reductions may
+    TRICOMM_CHECK; `generation` has the store for all keys of the group; `batch_invariant`: whether bits of reductions
     depend on rank order alone; `wire`: how sums are quantised on the links, None if they are not.
     """
 
@@ -85,13 +85,13 @@ def exchange_capabilities(
     """Exchange capabilities, and agree on a generation of the group; every rank of the group calls it, with the same
     `batch_invariant` and `wire` in its `settings`. `known` are the processes of ranks that are known in advance.
 
-    A rank with invalid settings must not keep the others waiting: `settings` reads them, and its error is raised here
-    and named to all ranks at once.
+    `settings` reads this rank's settings. If they are invalid, its error is raised here and told to all ranks at once,
+    so that they do not wait for this rank.
 
     Raises `RendezvousError` that names the ranks without a record after `timeout` seconds, or the rank with a wrong
     record and what is wrong with it; `PeerDied` if the process of a rank ends meanwhile. All ranks read the same
-    records, and these were written for this group and not before. So under TRICOMM_TOKEN a writer to the store that
-    has no token can make the set-up of a group fail, but cannot change it.
+    records, which were written for this group. So under TRICOMM_TOKEN a process without the token can make the set-up
+    fail by writing to the store, but cannot change its result.
     """
     generation = Generation(store, "capabilities", Capabilities, rank, world_size, timeout, known, rules)
 
@@ -99,7 +99,7 @@ def exchange_capabilities(
 
 
 def _own_capabilities(settings: Options) -> Capabilities:
-    # Settings that are read later must not fail then, on this rank alone.
+    # Read now, because later an error would be raised on this rank alone.
     options_for(None, timedelta(0), "cpu")
     publish.interval()
     env.logs_routing()

@@ -2,8 +2,8 @@
 
     CpuCalls.run -> CallQueue -> helper thread: compare -> the kernels, or messages over the group's connections
 
-The calls of callbacks are exchanged as messages even if the kernels run the program's calls: callbacks may run in a
-different order on each rank, and messages are matched by tag, not by the order in which they arrive.
+The calls of callbacks use messages even if kernels run the program's calls: callbacks may run in a different order on
+each rank, and messages are matched by tag, not by order of arrival.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Owner(Protocol):
     has_cpu_kernels whether kernels may run a call on the CPU
     run_by_kernels  runs a call by the kernels if they cover it; returns whether they do
     check_usable    raises if the group is closed or lost
-    interrupted     gives the group up
-    decided         a profiler's keys of a call: its route, and its kernel
+    interrupted     aborts the group
+    decided         the keys of a call for a profiler: its route, and its kernel
     """
 
     @property
@@ -64,8 +64,8 @@ class CpuCalls:
     def run(self, batch: list[GroupCall], owner: Owner) -> Any:
         """Run `batch` in its turn; returns a handle for all of it.
 
-        The caller's thread runs a synchronous call whose turn it is, unless kernels may run it: an interrupt would stop
-        them in the middle.
+        The caller's thread runs a synchronous call that is next, unless kernels may run it, because an interrupt would
+        stop them in the middle.
         """
         result = [x for call in batch for x in call.result]
         inference = torch.is_inference_mode_enabled() or any(
@@ -109,16 +109,16 @@ class CpuCalls:
             raise InvalidArgument(f"{self._text}: shrink in a callback of a future; wait for the future first")
 
     def refuse(self, error: GroupAborted) -> None:
-        """End the calls that have not begun with `error`: the group is given up."""
+        """End the calls that have not begun with `error`: the group is aborted."""
         self._queue.refuse(error)
 
     def close(self) -> None:
-        """Let the calls under way end, and refuse later ones; idempotent."""
+        """Let calls that are running end, and refuse later ones; idempotent."""
         self._queue.close()
 
     def _in_turn(self, batch: list[GroupCall], turn: Turn, inference: bool, owner: Owner) -> None:
         owner.check_usable(batch[0].collective)
-        # A call moves data; autograd has no part in it. Only inference mode may write to tensors that were made in it.
+        # Not recorded by autograd. Tensors that were made in inference mode can be written only in inference mode.
         if inference == torch.is_inference_mode_enabled():
             with torch.no_grad():
                 self._in_modes(batch, turn, owner)

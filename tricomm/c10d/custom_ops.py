@@ -2,7 +2,7 @@
 
 All but `all_reduce_` are out of place; `group` is the `group_name` of a group, of tricomm or of any other backend.
 Gradients are of the sum of all ranks' losses: the backward of an all_reduce is an all_reduce, of an all_gather a
-reduce_scatter, and so on. Made with `Library`, because `@custom_op` costs 30 us a call.
+reduce_scatter, and so on. Defined with `Library`, because `@custom_op` costs 30 us a call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _group(name: str) -> Any:
 
 
 def _reducing_group(name: str) -> Any:
-    """The group of that name, for a reduction. Under TRICOMM_BATCH_INVARIANT raises `InvalidArgument` if it is of
+    """The group of that name, for a reduction. With TRICOMM_BATCH_INVARIANT raises `InvalidArgument` for a group of
     another backend."""
     group = _group(name)
     if not isinstance(group, TricommGroup) and env.batch_invariant():
@@ -62,7 +62,8 @@ def _op(name: str) -> Any:
 
 
 def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:
-    """Returns nothing: a compiler keeps an operator in the graph that mutates its input, not one that returns it."""
+    """Returns nothing, because a compiler keeps an operator that mutates its input in the graph, but not one that also
+    returns it."""
     _reducing_group(group).allreduce([x], _options(c10d.AllreduceOptions, reduceOp=_op(op))).wait()
 
 
@@ -151,16 +152,15 @@ define(
 #
 #   checked -> the group's dispatcher -> the communicator's fused call, if that is the route
 #                                     -> all-reduce over messages or NCCL, then torch
-#
-# A group of another backend makes its own all-reduce, and torch does the rest. `rms_norm` and its quantising forms have
-# no all_reduce: torch does the rest on x itself, with the bits of a fused call.
+# A group of another backend does the all-reduce, and torch the rest. `rms_norm` and its quantising forms reduce
+# nothing: torch computes the rest from x, with the bits of a fused call.
 
 
 def run_fused(group: Any, given: FusedArguments) -> FusedCall:
-    """Make the call; its outputs are ready on a GPU in the current stream's order, on a CPU when this returns.
+    """Make the call. On a GPU its outputs are ready in the order of the current stream, on a CPU when this returns.
 
-    Every rank of `group` calls it; None reduces nothing. Raises `InvalidArgument` before anything is sent, or the
-    group's fault.
+    Every rank of `group` calls it; with None nothing is reduced. Raises `InvalidArgument` before anything is sent, or
+    the group's fault.
     """
     if not isinstance(given.x, torch.Tensor):
         raise InvalidArgument(f"all_reduce_rms_norm x: a torch.Tensor is needed, found {type(given.x).__name__}")
@@ -206,7 +206,7 @@ def _over_another(group: Any, call: FusedCall) -> None:
 
 
 def _all_reduce_into(backend: Any, call: FusedCall, total: torch.Tensor) -> None:
-    """The sum into `total`, by a backend that works in place."""
+    """Write the sum to `total`, by a backend that works in place."""
     if total.data_ptr() != call.x.data_ptr():
         total.copy_(call.x)
     options = c10d.AllreduceOptions()
@@ -218,8 +218,8 @@ _FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, float weight_bia
 
 
 def _define_fused(suffix: str, more: tuple[str, ...], quantize: str | None, *results: str) -> None:
-    """Add `all_reduce_rms_norm{suffix}` and `rms_norm{suffix}`, with the arguments `more`, which give these `results`
-    of a `FusedCall`."""
+    """Add `all_reduce_rms_norm{suffix}` and `rms_norm{suffix}`, with the further arguments `more`; they return the
+    outputs of a `FusedCall` that belong to `quantize`."""
 
     def run(group: Any, x: torch.Tensor, residual: torch.Tensor | None, *given: Any) -> Any:
         weight, eps, bias, *rest = given
@@ -268,8 +268,8 @@ _define_fused("_nvfp4", ("scale", "scale_layout"), "nvfp4", "quant_out", "scale_
 
 
 def _realize_operands() -> None:
-    """Inductor writes the operands of these operators to memory, rounded, before anything else reads them. By itself it
-    does so from its second meeting with an operator on: bits would depend on what was compiled before."""
+    """Make Inductor write the operands of these operators to memory, rounded, before other nodes read them. By default
+    it does so only from the second time that it meets an operator, so bits would depend on earlier compilations."""
     ops = [getattr(torch.ops.tricomm, name).default for name in _defined]
     import_module("torch._inductor.lowering").add_needs_realized_inputs(ops)
 

@@ -34,9 +34,9 @@ from tricomm.policy.backend_choice import BackendChoice, GroupFacts, Router
 from tricomm.store.bounded_store import first_line
 from tricomm.store.control import PackedDescriptor
 
-# One handle for all calls: the caller already holds the result of a finished one.
+# One handle for all calls, because the caller already has the result of a finished call.
 _FINISHED = FinishedWork([])
-# By their hashes, because comparing two ReduceOps takes microseconds; the hash of one is its number.
+# Keyed by hash, which is a ReduceOp's number, because comparing two ReduceOps takes microseconds.
 _NAMES = {
     hash(c10d._make_nccl_premul_sum(2.0) if name == "PREMUL_SUM" else c10d.ReduceOp(getattr(c10d.ReduceOp, name))): ours
     for name, ours in OPERATIONS.items()
@@ -47,8 +47,8 @@ _DISTINCT = len(_NAMES) == len(set(OPERATIONS.values()))
 class FastPath:
     """One group's small synchronous all_reduces, the most frequent call, in which every microsecond counts.
 
-    It decides nothing: the dispatcher adds each call that it has sent to the kernels, and the fast path repeats that
-    call on the caller's stream. Any other call, a wrong one included, takes the way through the dispatcher.
+    It makes no decisions: the dispatcher adds each call that it has sent to the kernels, and the fast path repeats that
+    call on the caller's stream. The dispatcher makes all other calls, including wrong ones.
     """
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class FastPath:
     def all_reduce(self, tensors: Any, opts: Any) -> FinishedWork | None:
         """Repeat a known call and return its handle; None, with nothing done, if the call is not known.
 
-        The caller's own stream orders what follows, and the next call raises the faults of this one. So a timeout that
-        is given with the call has nothing to limit.
+        The call is ordered on the caller's stream, and the next call raises its faults. So a timeout that is given with
+        the call has no effect.
         """
         repeat = self._repeat
         try:
@@ -81,7 +81,7 @@ class FastPath:
                 return None
             (x,) = tensors
             op = _NAMES[hash(opts.reduceOp)]
-        except (KeyError, ValueError, AttributeError):  # not known, not one tensor, or a short form of the options
+        except (KeyError, ValueError, AttributeError):  # not known, not a single tensor, or a short form of the options
             return None
         if not repeat(op, x):  # new to the communicator, or needs the checks of a first call
             return None
@@ -94,7 +94,7 @@ _CPU = torch.device("cpu")
 
 
 class Dispatcher:
-    """Runs one group's calls. Creates what they need on first use.
+    """Runs one group's calls. Creates communicators and streams on first use.
 
     allreduce -> fast path (a call that was made before) -> communicator
     any call -> run -> CpuCalls, in its turn -> communicator, or messages over TCP
@@ -108,13 +108,13 @@ class Dispatcher:
         self.fast_path = FastPath()
         self.recorders = GroupRecorders(config, backends.devices)
         self._cpu = CpuCalls(config, agreed, backends, self.recorders)
-        self._native = 0  # calls of a group without a communicator, by NCCL
+        self._native = 0  # number of calls that NCCL has run without a communicator
         self._streams: dict[torch.device, GroupStream] = {}
         self._comms: dict[torch.device, Communicator] = {}
         self._no_kernels = dict(agreed.no_kernels)
         self._routers: dict[torch.device, Router] = {}
         self._records: dict[tuple[Any, ...], PackedDescriptor] = {}  # of calls that do not go to the kernels
-        self._lost: GroupAborted | None = None  # by an interrupted call
+        self._lost: GroupAborted | None = None  # set by an interrupted call
         self._closed = False
 
     @sends
@@ -124,7 +124,7 @@ class Dispatcher:
         `native` makes the same calls through NCCL.
         """
         self.check_usable(batch[0].collective)
-        if self.batch_invariant or batch[0].wire:  # refuses before anything is sent
+        if self.batch_invariant or batch[0].wire:  # raises before anything is sent
             for call in batch:
                 self.router(call.device).choice(*call.facts)
         return self._cpu.run(batch, self) if batch[0].device.type == "cpu" else self.on_cuda(batch, native)
@@ -154,7 +154,7 @@ class Dispatcher:
         return router
 
     def _route(self, call: GroupCall) -> BackendChoice:
-        """The route of `call`, which is counted."""
+        """The route of `call`; counts the call."""
         self._prepare(call)
         route = self.router(call.device).route(*call.facts, name=None if call.fused is None else FUSED)
         if route.backend != KERNELS:  # the communicator counts its own calls
@@ -162,8 +162,8 @@ class Dispatcher:
         return route
 
     def _prepare(self, call: GroupCall) -> None:
-        """Make the kernels' communicator with the first call, whatever the call's own route is. Otherwise ranks that
-        disagree about the call, and so about its route, would wait for each other."""
+        """Make the kernels' communicator with the first call, whatever its route. Otherwise ranks whose calls differ,
+        and therefore their routes, would wait for each other."""
         device = call.device
         if device in self._comms:
             return
@@ -174,8 +174,8 @@ class Dispatcher:
 
     @sends
     def symmetric(self, call: GroupCall, numel: int) -> Symmetric | None:
-        """Memory of `numel` elements that the kernels read in place, for calls like `call`; all ranks ask together. It
-        has no multicast address, because calls that gather or scatter do not use one.
+        """Allocate memory of `numel` elements that the kernels read in place, for calls like `call`; called by all
+        ranks together. It has no multicast address, because calls that gather or scatter do not use one.
 
         None if such calls do not go to the kernels, or if a graph is being captured.
         """
@@ -198,8 +198,8 @@ class Dispatcher:
     def _communicator(
         self, device: torch.device, limit: float | None = None, on_wait: Callable[[], None] | None = None
     ) -> None:
-        """Make the kernels' communicator; if the ranks cannot share memory after all, all of them know why. `limit`, by
-        default the group's timeout, and `on_wait` are of the rendezvous."""
+        """Make the kernels' communicator; if the ranks cannot share memory after all, all ranks note the reason.
+        `limit`, by default the group's timeout, and `on_wait` are for the rendezvous."""
         if _capturing(device):
             raise InvalidArgument(
                 f"{self._config}: the first call of a group sets up its memory, and cannot be captured in a CUDA "
@@ -216,22 +216,23 @@ class Dispatcher:
             options = replace(options, batch_invariant=self.batch_invariant, wire=self._agreed.wire)
             terms = bootstrap.terms(config.rank, config.world_size, device, config.timeout, options, limit)
             recorder: FlightRecorder | None = off()  # the queue records a CPU's calls
-            if device.type == "cuda":  # of several GPUs of this process, one each
+            if device.type == "cuda":  # one for each GPU, if this process uses several
                 recorder = None if self._comms.keys() - {_CPU} else self.recorders.of("cuda")
             terms = replace(terms, router=router, recorder=recorder, on_wait=on_wait or self.still_connected)
             comm = Communicator._behind(store, terms)
-        except (RendezvousError, ResourceError) as error:  # on all ranks or on none
+        except (RendezvousError, ResourceError) as error:  # raised on all ranks or on none
             why = self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
             router.facts = replace(router.facts, no_kernels=why)
             return
         self._comms[device] = comm
         if self._lost is not None:  # the caller was interrupted meanwhile
             comm._internal.faults.interrupted(self._lost)
-        # If the kernels' group is given up, a rank in NCCL may be waiting for one that never comes.
+        # If the kernels' group is aborted, a rank in NCCL may be waiting for a rank that never comes.
         comm._internal.monitor.watch(self._backends)
 
     def gpu(self) -> torch.device:
-        """The GPU of calls without a tensor: the one that this group uses, if just one, else the rank's own."""
+        """The GPU of calls without a tensor: the GPU that this group uses, if it is only one, else the rank's
+        default."""
         used = [device for device in self._comms if device.type == "cuda"]
         return used[0] if len(used) == 1 else pick_device("cuda")
 
@@ -259,7 +260,7 @@ class Dispatcher:
     # CUDA
 
     def on_cuda(self, batch: list[GroupCall], native: Callable[[], Any]) -> Any:
-        """Launch `batch` if the kernels cover all of it, else make the calls through NCCL, with `native`."""
+        """Launch `batch` if the kernels support all of its calls, else make the calls through NCCL, with `native`."""
         routes = [self._route(call) for call in batch]
         first = batch[0]
         comm = self._comms.get(first.device)
@@ -283,7 +284,7 @@ class Dispatcher:
     def _to_nccl(
         self, native: Callable[[], Any], comm: Communicator | None, batch: list[GroupCall], routes: list[BackendChoice]
     ) -> Any:
-        """Make the calls through NCCL, and announce them to ranks that may be in a kernel meanwhile."""
+        """Make the calls through NCCL, and announce them to ranks that may be in a kernel."""
         if comm is None:
             call_recording.native(self.recorders.of("cuda"), self._native + 1, batch)
             self._native += len(batch)
@@ -338,7 +339,7 @@ class Dispatcher:
             self._backends.transport.fail(error)
 
     def interrupted(self, error: BaseException) -> None:
-        """Give the group up, because `error` has interrupted a call of this rank; the other ranks are told."""
+        """Abort the group, because `error` has interrupted a call of this rank; the other ranks are told."""
         if self._closed:
             return
         if self._lost is None:
@@ -351,7 +352,7 @@ class Dispatcher:
         self._backends.abort()
 
     def close(self) -> None:
-        """End the calls of this group and free what they use; idempotent."""
+        """End the calls of this group and free their resources; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -386,7 +387,7 @@ def _by_kernels(comm: Communicator, call: GroupCall) -> None:
             comm.gather(x, call.root, call.out)
         case "scatter":
             comm.scatter(x, call.root, call.out)
-        case "all_to_all_v":  # of equal splits as well: no single rank knows them all
+        case "all_to_all_v":  # also of equal splits, because no rank knows all splits
             comm.all_to_all_v(x, sends, takes, call.out)
         case _:
             comm.barrier(async_op=call.async_op)

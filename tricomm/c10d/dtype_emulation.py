@@ -1,9 +1,9 @@
 """Reductions on the CPU, of every dtype of torch, with the same bits as the kernels'.
 
-They go in ascending rank order; 8- and 16-bit types are accumulated in 32 bits and rounded once (kernels/reference.py).
-A type in which torch cannot compute is emulated by one that holds all of its values: uint16 by int32, uint32 by int64,
-uint64 by the bits of int64, bool by bytes. The sum of bools means "any", as in NCCL. Data that is only moved goes as
-bytes.
+They are in ascending rank order; 8- and 16-bit types are accumulated in 32 bits and rounded once
+(kernels/reference.py). A type in which torch cannot compute is emulated by one that contains all of its values: uint16
+by int32, uint32 by int64, uint64 by the bits of int64, bool by bytes. The sum of bools means "any", as in NCCL. Data
+that is only moved is handled as bytes.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _E4M3_MOST = 448.0  # e4m3fn has no infinity
 _WRITABLE = 0x200  # PyBUF_WRITE
 _memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_at.restype, _memory_at.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_BLOCK = 32768  # elements: they stay in the cache, and torch starts no threads for so few
+_BLOCK = 32768  # elements that stay in the cache, and too few for torch to start threads
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """A contiguous 1-dimensional tensor's memory as bytes."""
-    # One element, or none, is contiguous with any stride, but `view` looks at the stride.
+    # One element, or none, is contiguous with any stride, but `view` checks the stride.
     return (x.as_strided((x.numel(),), (1,)) if x.numel() <= 1 else x).view(torch.uint8)
 
 
@@ -59,7 +59,7 @@ def memory(x: torch.Tensor) -> memoryview:
 
 
 def check_reduction(op: str, dtype: torch.dtype, what: str) -> None:
-    """Raises `InvalidArgument` for an operation that `dtype` does not have, on any route."""
+    """Raises `InvalidArgument` for an operation that no backend supports for `dtype`."""
     if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
         raise InvalidArgument(f"{what}: {op} needs an integer or bool tensor, found {dtype}")
     if dtype == torch.bool and op not in _BOOL_OPS:
@@ -94,7 +94,7 @@ def premultiply(call: Any, op: Any, rank: int) -> None:
 
 
 def _scale(call: Any, factor: Any, receives: bool) -> None:
-    """Send a scaled copy: a tensor that is no output, or gets no result, keeps its values."""
+    """Send a scaled copy, because a tensor that is no output, or receives no result, must keep its values."""
     x, finish = call.x, call.finish
     assert x is not None
     scaled = (x * factor).to(x.dtype)
@@ -112,7 +112,7 @@ def reduce_into(op: str, parts: list[torch.Tensor], out: torch.Tensor) -> None:
     if op not in _IN_PLACE and op not in ("avg", "min", "max"):
         raise InvalidArgument(f"{op} is not defined on the CPU; there is {', '.join(_IN_PLACE)}, avg, min and max")
     if out.dtype.is_complex and op in ("sum", "avg"):
-        # By halves, as the kernels do it: torch's own sum turns the other half of an infinity into a NaN.
+        # By parts, as in the kernels: torch's complex sum makes the other part of an infinity a NaN.
         parts, out = [_halves(part) for part in parts], _halves(out)
     dtype = out.dtype
     if dtype == torch.bool:

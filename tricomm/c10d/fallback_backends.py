@@ -1,4 +1,4 @@
-"""The backends of a group for the calls that no kernel runs: connections for the CPU, torch's own NCCL for CUDA."""
+"""The backends of a group for calls that no kernel runs: TCP connections for the CPU, torch's NCCL for CUDA."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Backends:
     """The backends of one group other than the kernels, by device type.
 
     native      torch's own backend objects, by device type
-    transport   the group's own connections; a CPU that they serve has no native backend
-    owned       whether the backends end with the group; a wrapped group keeps its own
-    generation  the group's keys in the store, deleted with it; None if they are another group's
+    transport   the group's TCP connections; if they serve the CPU, there is no native backend for it
+    owned       whether the backends end with the group; not if they belong to a wrapped group
+    generation  the group's keys in the store, deleted with the group; None if they belong to another group
     """
 
     native: dict[str, Any]
@@ -47,7 +47,7 @@ class Backends:
     def register(self, group: Any) -> None:
         """Tell torch the backends of `group`, a `ProcessGroup`.
 
-        The CPU has no backend of torch. C++ gets the `_stand_in`, whose collectives all raise an error.
+        The CPU has no backend of torch. C++ code gets the `_stand_in`, all of whose collectives raise an error.
         """
         for device in self.devices:
             native = self.native[device] if device in self.native else _stand_in(group.rank(), group.size())
@@ -55,7 +55,7 @@ class Backends:
         group._set_default_backend(_TYPES["cuda" if "cuda" in self.native else "cpu"])
 
     def shutdown(self) -> None:
-        """Shut down the native backends if the group owns them, once their calls have run, and leave the store."""
+        """If the group owns the native backends, shut them down after their calls have run; leave the store."""
         if self.owned:
             for backend in self.native.values():
                 backend.shutdown()
@@ -68,26 +68,27 @@ class Backends:
             self.native["cuda"].abort()
 
     def error(self) -> str | None:
-        """None, for a communicator's monitor: torch's own watchdog looks for the errors of NCCL."""
+        """Always None, for a communicator's monitor, because torch's watchdog checks NCCL for errors."""
         return None
 
 
 class CallBlock:
-    """A block of calls that torch coalesces. NCCL's calls in it are one group of NCCL's, which has no order.
+    """A block of calls that torch coalesces. The calls in it that NCCL runs form one NCCL group, in which order does
+    not matter.
 
-    The group begins with the first call that NCCL gets: a block whose calls all go to the kernels has none.
+    The NCCL group begins with the first call that NCCL runs, so a block without such calls has none.
     """
 
     def __init__(self) -> None:
-        self._works: list[Any] | None = None  # of the calls so far, if there is a block
+        self._works: list[Any] | None = None  # handles of the block's calls so far; None outside of a block
         self._grouping: Any = None
 
     def begin(self) -> None:
-        self._end_group()  # of a block that an exception has left
+        self._end_group()  # if an exception has left the last block
         self._works = []
 
     def entered(self, backend: Any) -> Any:
-        """`backend`, whose next call belongs to its group of the block, if there is a block."""
+        """`backend`; inside of a block, its next call belongs to the block's NCCL group."""
         if self._works is not None and self._grouping is None and backend.supports_coalescing:
             backend._start_coalescing()
             self._grouping = backend
@@ -103,8 +104,8 @@ class CallBlock:
         return CombinedWork([*works, self._end_group()])
 
     def together(self, run: Callable[[], list[Any]]) -> list[Any]:
-        """Make the calls of `run()` one block; returns their handles and one for NCCL's group. Blocks do not nest:
-        inside of a block the calls join it."""
+        """Make the calls of `run()` one block; returns their handles and one for the NCCL group. Inside of a block, the
+        calls join that block."""
         if self._works is not None:
             return run()
         self.begin()
@@ -123,8 +124,8 @@ class CallBlock:
 def make(
     config: GroupConfig, agreed: GroupCapabilities, options: Options | None, native: dict[str, Any] | None
 ) -> Backends:
-    """Make the backends for every device type that this process has, or use `native`, those of a wrapped group; called
-    by all ranks together, which connect.
+    """Make the backends for every device type of this process, or use `native`, the backends of a wrapped group; called
+    by all ranks together, which also connect.
 
     Raises `ResourceError` on all ranks if one has too few descriptors, and as `Transport` does if they do not connect.
     """
@@ -152,9 +153,9 @@ def _connect(config: GroupConfig, agreed: GroupCapabilities, options: Options | 
 
 
 def _stand_in(rank: int, world_size: int) -> Any:
-    """A backend object for the CPU of which every collective is an error; None if this torch cannot make one.
+    """A backend object for the CPU whose collectives all raise an error; None if this torch cannot make one.
 
-    torch 2.14 can make one, and 2.15 asks each device's backend for the rank, the size, and whether it has hooks.
+    torch 2.14 and newer can; 2.15 asks each device's backend for the rank, the size, and whether it has hooks.
     """
     try:
         return _StandIn(rank, world_size)

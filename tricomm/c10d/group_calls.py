@@ -1,7 +1,7 @@
 """One form for all calls of c10d: flat tensors, an operation, a root.
 
-c10d takes tensors, lists of them and lists of lists, options or their short forms. Each function here turns these into
-one `GroupCall`, or refuses them. Everything is checked before anything is sent, so a refused call leaves the group
+c10d accepts tensors, lists of tensors and lists of lists, options or their short forms. Each function here turns these
+into one `GroupCall`, or raises. Everything is checked before anything is sent, so a refused call leaves the group
 usable.
 """
 
@@ -30,16 +30,16 @@ OPERATIONS = arguments.REDUCE_OPS | {"PREMUL_SUM": "premul_sum"}
 
 @dataclass
 class GroupCall:
-    """`x` and `out` are contiguous, 1-dimensional and detached; in a collective that works in place they are one.
-    `parts` and `outs` are there instead if the caller gave lists of tensors, one for each rank. Messages take them as
-    they are; `flatten` makes one tensor of each list.
+    """`x` and `out` are contiguous, 1-dimensional and detached; in an in-place collective they are the same tensor. If
+    the caller passed lists with a tensor for each rank, they are `parts` and `outs` instead. Messages use these lists;
+    `flatten` makes one tensor of each.
 
-    `splits` are (elements sent to each rank, elements received from each). `prepare` is called when it is the call's
-    turn, `finish` copies the result into the caller's own tensors. `result` is the value of the future: the caller's
-    list. `count` is the number of elements of the input, of the root's if there is one. `fused` is the call of which an
-    all_reduce is a part: the kernels run all of it; after another backend's all_reduce `finish` does the rest. `handle`
-    is symmetric memory that contains the larger tensor of an all_gather or a reduce_scatter, if the peers can read it.
-    `wire`: how the kernels quantise an all_reduce on the links; no other backend may run it.
+    `splits` are (elements sent to each rank, elements received from each). `prepare` is called just before the call is
+    made, `finish` copies the result to the caller's tensors. `result` is the value of the future: the caller's list.
+    `count` is the number of elements of the input, of the root's if there is one. `fused` is the fused call of which an
+    all_reduce is a part: kernels run all of it; after an all_reduce by another backend, `finish` does the rest.
+    `handle` is symmetric memory that contains the larger tensor of an all_gather or a reduce_scatter, if the peers can
+    read it. `wire`: how the kernels quantise an all_reduce on the links; no other backend may run such a call.
     """
 
     collective: str
@@ -56,7 +56,7 @@ class GroupCall:
     async_op: bool = True
     count: int = 0
     device: torch.device = torch.device("cpu")
-    keep: list[torch.Tensor] = field(default_factory=list)  # the caller's tensors, for as long as a stream uses them
+    keep: list[torch.Tensor] = field(default_factory=list)  # the caller's tensors, kept alive while a stream uses them
     fused: FusedCall | None = None
     handle: Symmetric | None = None
     wire: str | None = None
@@ -109,18 +109,18 @@ class GroupCall:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """The call's record depends on these."""
+        """The values on which the call's record depends."""
         return *self.facts, self.count, self.root, self.sizes, self.fused and self.fused.epilogue
 
     @property
     def made(self) -> tuple[Any, ...]:
-        """The fields of `Made`, for the flight recorder. Built for speed, because every call on a CPU asks for it."""
+        """The fields of `Made`, for the flight recorder. Optimised for speed, because every call on a CPU needs it."""
         x = self.x
         dtype = self.dtype if x is None else x.dtype
         return self.collective, self.op, dtype, self.count, self.root, self.sizes, self.splits
 
     def text(self) -> str:
-        """All that the ranks must agree on, in words."""
+        """Everything that must be the same on all ranks, in words."""
         words = [self.collective]
         if self.fused is not None:
             words = [FUSED, self.fused.epilogue.text()]
@@ -177,9 +177,9 @@ def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None)
 
 
 def read_first(batch: list[GroupCall], rank: int) -> None:
-    """Copy each input that shares memory with an output, so that every call of `batch` reads it as it is now. A call in
-    place does not need that: the input of an all_gather, or the output of a reduce_scatter, is row `rank` of the
-    other."""
+    """Copy each input that shares memory with an output, so that every call of `batch` reads its present values. An
+    in-place call needs no copy: the input of an all_gather is row `rank` of its output, and the output of a
+    reduce_scatter row `rank` of its input."""
     if len(batch) == 1 and (batch[0].x is batch[0].out is not None or batch[0].device.type != "cpu"):
         return
     outputs = [(call, out) for call in batch for out in call.outputs()]
@@ -204,10 +204,11 @@ def read_first(batch: list[GroupCall], rank: int) -> None:
 
 
 def _in_place(call: GroupCall, x: torch.Tensor, other: GroupCall, out: torch.Tensor, rank: int) -> bool:
-    """Whether `x` and `out`, of `call` and `other`, are of one call that works in place."""
+    """Whether `call` and `other` are the same call, and its input `x` and output `out` may share memory because it
+    works in place."""
     if call is not other:
         return False
-    if call.parts or call.outs:  # row `rank` of a list may be the other tensor, or that row of the other list
+    if call.parts or call.outs:  # row `rank` of a list may be the other tensor, or row `rank` of the other list
         mine = (not call.parts or x is call.parts[rank]) and (not call.outs or out is call.outs[rank])
         return mine and x.data_ptr() == out.data_ptr() and x.numel() == out.numel()
     if call.splits is not None:
@@ -217,7 +218,7 @@ def _in_place(call: GroupCall, x: torch.Tensor, other: GroupCall, out: torch.Ten
 
 
 def single_tensor(tensors: Any, what: str) -> torch.Tensor:
-    """The only tensor of a list, or the tensor itself. c10d's lists date from when a rank had several devices."""
+    """The only tensor of a list, or the tensor itself. c10d has lists because a rank once had several devices."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if len(tensors) != 1:
         raise InvalidArgument(f"{what}: {len(tensors)} tensors were given; one per rank is needed")
@@ -248,7 +249,7 @@ def _check_flat(x: torch.Tensor, what: str) -> None:
 
 
 def put(out: torch.Tensor, flat: torch.Tensor) -> None:
-    """Copy as NCCL writes, unseen by autograd: `data` has another version counter."""
+    """Copy without autograd noticing, as NCCL writes: `data` has a separate version counter."""
     out.data.copy_(flat.view(out.shape))
 
 
@@ -269,8 +270,8 @@ Tensors = torch.Tensor | list[torch.Tensor]  # one, or one for each rank
 
 
 def call_of(collective: str, given: Tensors, outs: Tensors, **facts: Any) -> GroupCall:
-    """The call that reads `given` and writes `outs`, which have been checked and may have any strides. On a GPU it gets
-    single tensors, because kernels and NCCL take these."""
+    """The call that reads `given` and writes `outs`, which have been checked and may have any strides. On a GPU lists
+    are flattened to single tensors for kernels and NCCL."""
     inputs = given if isinstance(given, list) else [given]
     outputs = outs if isinstance(outs, list) else [outs]
     first = inputs[0] if inputs else outputs[0]
@@ -297,7 +298,7 @@ def _write_rows(call: GroupCall, outs: list[torch.Tensor]) -> None:
     rows = call.outs = [row.new_empty(row.numel()) for row in rows]
 
     def finish() -> None:
-        for out, row in zip(outs, rows, strict=True):  # of outputs that overlap, the last one is written last
+        for out, row in zip(outs, rows, strict=True):  # if outputs overlap, the last one is written last
             put(out, row)
 
     call.finish = finish

@@ -1,8 +1,8 @@
-"""How groups are made (by `init_process_group`, by `wrap` over a framework's group, by DDP's hook), suspended, shrunk.
+"""Creates groups (for `init_process_group`, `wrap` and DDP's hook), suspends and shrinks them.
 
-The ranks that are left of a group agree over the control pages of its kernels' communicator, as for
-`Communicator.shrink`. The smaller group has another store, which its first rank hosts: the host of the old one may be
-among the lost ranks. Its connections, its NCCL and its kernels' memory are new.
+The ranks that are left of a group agree over the control pages of its kernels' communicator, as in
+`Communicator.shrink`. The smaller group has another store, which its first rank hosts, because the host of the old
+store may be lost. Its connections, its NCCL communicator and its kernels' memory are new.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class WrappedGroup(TricommGroup):
 
 
 def wrap(group: Any = None, options: Options | None = None) -> TricommGroup:
-    """A group of the same ranks that uses tricomm if its kernels cover a call, else `group`'s own backends.
+    """A group of the same ranks that runs calls in tricomm's kernels if they support them, else in `group`'s backends.
 
     Every rank of `group` calls it. Pass the result wherever c10d takes a group (`group=`, `DDP(process_group=)`,
     `torch.ops`); `group` stays usable. `dist.destroy_process_group(wrapped)` ends only the wrapper. Wrapping a
     group again returns the same wrapper. Raises `InvalidArgument` if this process is no member, or if `options` ask for
-    batch invariance and the existing wrapper has none; `RendezvousError` if a rank does not come.
+    batch invariance and the existing wrapper has none; `RendezvousError` if a rank does not join.
     """
     if group is None:
         group = dist.group.WORLD
@@ -83,15 +83,16 @@ def wrap(group: Any = None, options: Options | None = None) -> TricommGroup:
 def suspend(group: Any = None) -> None:
     """Free the memory of `group`'s kernels until `resume`, as `Communicator.suspend`; NCCL and Gloo keep theirs.
 
-    Every rank of `group` calls it; a group that is not tricomm's is wrapped first (`wrap`). Calls that the kernels
-    would run are refused meanwhile. A group that has not used the kernels has no memory yet: it is not suspended, and
-    takes memory at its first call. Raises as `Communicator.suspend` does.
+    Every rank of `group` calls it; a group that is not tricomm's is wrapped first (`wrap`). While it is suspended,
+    calls for the kernels are refused. A group that has not used the kernels has no memory yet: it is not suspended, and
+    allocates memory at its first call. Raises as `Communicator.suspend` does.
     """
     _step(wrap(group), "suspend", Communicator.suspend, Communicator.resume)
 
 
 def resume(group: Any = None) -> None:
-    """Take memory again at the same addresses; every rank of `group` calls it. Raises as `Communicator.resume` does."""
+    """Allocate memory again at the same addresses; every rank of `group` calls it. Raises as `Communicator.resume`
+    does."""
     _step(wrap(group), "resume", Communicator.resume, Communicator.suspend)
 
 
@@ -99,7 +100,7 @@ def resume(group: Any = None) -> None:
 def _step(
     group: TricommGroup, what: str, step: Callable[[Communicator], None], back: Callable[[Communicator], None]
 ) -> None:
-    """Take `step` with the communicators of all devices of `group`, or with none."""
+    """Run `step` for the communicators of all devices of `group`; if one fails, `back` undoes the others."""
     dispatcher = group._dispatcher
     try:
         with ExitStack() as undo:
@@ -114,7 +115,7 @@ def _step(
 
 
 def _as_asked(group: TricommGroup, options: Options | None) -> TricommGroup:
-    """`group`; raises `InvalidArgument` if `options` ask for batch invariance and it has none."""
+    """`group`; raises `InvalidArgument` if `options` ask for batch invariance, which the group lacks."""
     if options is not None and options.batch_invariant and not group.batch_invariant:
         raise InvalidArgument(
             f"wrap: a batch-invariant group is asked for, and {group.group_name!r} was made without; make it with "
@@ -138,8 +139,8 @@ def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
 
 
 def _register(world: Any, group: Any, name: str, made_by: tuple[str, Any], backend_config: str, *tags: str) -> None:
-    """Let torch know `group`; `made_by`: the name of its backend, and the store for groups that are made out of it.
-    torch finds it by `tags` and its ranks."""
+    """Register `group` with torch, by `tags` and its ranks. `made_by`: its backend's name, and the store for its
+    subgroups."""
     world.pg_map[group] = made_by
     world.pg_names[group] = name
     world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(group._config.ranks)}
@@ -151,11 +152,11 @@ def _register(world: Any, group: Any, name: str, made_by: tuple[str, Any], backe
 
 
 def _unregister(world: Any, group: Any) -> None:
-    """Let torch forget `group`, as `dist.destroy_process_group` does."""
+    """Unregister `group` from torch, as `dist.destroy_process_group` does."""
     name, tag = world.pg_names.pop(group), world.pg_to_tag.pop(group, None)
     for known in (world.pg_map, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
         known.pop(group, None)
-    for tagged in (tag, ""):  # torch has its own groups under both
+    for tagged in (tag, ""):  # torch registers its own groups under both
         if group in world.tags_to_pg.get(tagged, ()):
             world.tags_to_pg[tagged].remove(group)
     c10d._unregister_process_group(name)
@@ -165,17 +166,17 @@ def shrink(
     group: Any = None, exclude: Collection[int] | None = None, timeout: float | timedelta | None = None
 ) -> TricommGroup:
     """A process group of the ranks of `group` (None: the default one) that are left, in the same order. All of them
-    call this, after a fault or before ranks are taken away; wait for your own calls first.
+    call this, after a fault or before ranks are removed; wait for your calls first.
 
     `exclude` has the ranks to leave out, by their numbers in `group`, the same on all ranks that are left; they may
     still run. None: those whose processes have ended, or that have destroyed the group. The smaller group has the
-    timeout and the options of `group`, which is destroyed. Out of the default group it becomes the default group: its
-    ranks get new numbers, and all other groups of this process are destroyed, as by `dist.shrink_group`. Make again
-    what was made over a destroyed group: DDP, FSDP, DeviceMesh, CUDA graphs.
+    timeout and the options of `group`, which is destroyed. If `group` is the default group, the smaller one becomes the
+    default group: its ranks get new numbers, and all other groups of this process are destroyed, as by
+    `dist.shrink_group`. Objects over a destroyed group must be made again: DDP, FSDP, DeviceMesh, CUDA graphs.
 
     Raises within `timeout` seconds (default: the group's), on all ranks that are left, which may then call it again, as
-    `Communicator.shrink` does; `InvalidArgument` if the ranks of `group` cannot agree: because it is not tricomm's or
-    wraps another group, or because its kernels share no memory.
+    `Communicator.shrink` does; `InvalidArgument` if the ranks of `group` cannot agree, because it is no tricomm group,
+    wraps another group, or its kernels share no memory.
     """
     old: Any = dist.group.WORLD if group is None else group
     comm = _agreeing(old)
@@ -197,7 +198,7 @@ def shrink(
 
 
 def shrink_group(group: TricommGroup, exclude: Any, flags: int, pg_options: Any) -> TricommGroup:
-    """`shrink` under the name and with the arguments of torch's. Raises as `shrink`."""
+    """`shrink` with the name and the arguments of torch's function. Raises as `shrink`."""
     if flags not in (0, 1) or pg_options is not None:
         raise InvalidArgument(
             f"shrink_group: shrink_flags={flags!r}, pg_options={pg_options!r}: SHRINK_DEFAULT or SHRINK_ABORT and None "
@@ -231,7 +232,7 @@ def _agreeing(group: Any) -> Communicator:
 
 
 def _smaller(old: Any, control: ControlPage, members: tuple[int, ...], deadline: Deadline) -> tuple[TricommGroup, Any]:
-    """The group of `members` of `old`, which have met on `control`, and its store; on all of them, or all raise."""
+    """The group of `members` of `old`, which have met on `control`, and its store; or all members raise."""
     before, dispatcher = old._config, old._dispatcher
     error: BaseException | None = None
     store: Any = None
@@ -257,7 +258,7 @@ def _smaller(old: Any, control: ControlPage, members: tuple[int, ...], deadline:
             smaller.still_connected()
             control.give_up_if_refused()
 
-        smaller._communicator(device, max(deadline.left, 1e-3), look)  # over which it can shrink again
+        smaller._communicator(device, max(deadline.left, 1e-3), look)  # so that it can be shrunk again
         if not smaller.devices:
             raise ResourceError(smaller._no_kernels[device.type])
     except TricommError as failed:
@@ -290,7 +291,8 @@ def _joined(control: ControlPage, port: int, deadline: Deadline) -> Any:
 
 
 def _take_place(old: Any, new: TricommGroup, store: Any) -> None:
-    """Let torch know `new` instead of `old`. An interrupt may leave groups that have ended, but never none."""
+    """Register `new` with torch in place of `old`. After an interrupt torch may know a group that has ended, but never
+    none."""
     world: Any = distributed_c10d._world
     default = old is dist.group.WORLD
     name = new._config.name
@@ -301,7 +303,7 @@ def _take_place(old: Any, new: TricommGroup, store: Any) -> None:
     if default:
         distributed_c10d._update_default_pg(new)
         world.pg_group_ranks.pop(dist.GroupMember.NON_GROUP_MEMBER, None)
-        world.group_count = 0  # a rank may have been told of the loss in `new_group`, and have counted it
+        world.group_count = 0  # a rank may have got the fault inside `new_group`, after it counted the group
         if others := [world.pg_names[group] for group in ended if group is not old]:
             log.warning("the default group has shrunk, and its ranks have new numbers: %s are destroyed", others)
     for group in ended:
@@ -314,17 +316,17 @@ def _end(group: Any) -> None:
     for end in (group.abort, group.shutdown):
         try:
             end()
-        except Exception as error:  # not every backend of torch's can abort
+        except Exception as error:  # not every backend of torch can abort
             log.debug("the end of %r: %s", group, error)
 
 
 def ddp_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: the mean of a bucket over tricomm. `model.register_comm_hook(None, tricomm.ddp_hook)`.
 
-    `state` is the group (None: the default one), which keeps its backend; it is wrapped at the first bucket. Or it is
-    (group, wire): every bucket is quantised on the links, as `Communicator.all_reduce(wire=)` does.
+    `state` is the group (None: the default one), which keeps its backend and is wrapped at the first bucket. With
+    (group, wire) every bucket is quantised on the links, as by `Communicator.all_reduce(wire=)`.
 
-    Raises `InvalidArgument` for a bucket that cannot be quantised: by type, or because no kernel takes it.
+    Raises `InvalidArgument` for a bucket that cannot be quantised.
     """
     state, wire = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
     group = wrap(state)
@@ -337,7 +339,7 @@ def ddp_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return future.then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
 
-# DDP compares the annotations themselves, which are strings in this file.
+# DDP compares annotations as objects; in this file they are strings.
 ddp_hook.__annotations__.update({"bucket": c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
@@ -371,7 +373,7 @@ def make(
 ) -> TricommGroup:
     """Agree with the other members over the group's store; make this rank's group and the backends that it needs.
 
-    `known` are members whose processes are known already, `native` the backends of a group that is wrapped. It takes
+    `known` are members whose processes are known already, `native` the backends of a group that is wrapped. Takes
     `limit` seconds at most, by default the group's timeout, and follows `rules`.
     """
     backends, kind = Backends({}), TricommGroup if native is None else WrappedGroup
@@ -383,14 +385,15 @@ def make(
         backends = fallback_backends.make(config, agreed, options, native)
         return kind(replace(config, store=agreed.generation.store), agreed, backends, options)
     except BaseException as error:
-        if backends.transport is not None:  # the others are connected, and tell by that alone that this rank has left
+        # the others are connected, so the closed connection tells them that this rank has left
+        if backends.transport is not None:
             backends.transport.fail(GroupAborted(f"rank {config.rank} was stopped by {first_line(error)}"))
         name_refusal(error)
         raise
 
 
 def _processes(ranks: list[int]) -> dict[int, Capabilities]:
-    """The processes of the global `ranks`, by place in the list, if the job's default group is tricomm's."""
+    """The processes of the global `ranks`, by index in the list, if the job's default group is tricomm's."""
     world = dist.group.WORLD
     generation = world._backends.generation if isinstance(world, TricommGroup) else None
     known = generation.members if generation is not None else {}

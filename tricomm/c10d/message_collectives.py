@@ -1,10 +1,10 @@
-"""Every collective on the CPU over a group's connections; each consists of one or two exchanges of messages.
+"""All collectives on the CPU over a group's connections; each consists of one or two exchanges of messages.
 
 These are not ProcessGroupGloo's collectives: a wait inside one cannot be cancelled and does not tell which rank is
-missing. Each rank sends to every rank that needs its data. A reduction of few bytes exchanges everything and reduces on
-every rank (one shot). In one of many bytes each rank reduces a share and then sends it to all (two shots). Both reduce
-in rank order, so they give the same bits as each other and as the kernels. In a broadcast of many bytes the root
-scatters the data over the other ranks, which then gather it from each other.
+missing. Each rank sends to every rank that needs its data. In a short reduction every rank gets all data and reduces it
+(one shot). In a long one each rank reduces a share and then sends it to all (two shots). Both reduce in rank order, so
+they give the same bits as each other and as the kernels. In a long broadcast the root scatters the data to the other
+ranks, which then send their shares to each other.
 
 The first exchange of a call also compares the ranks' calls (`call_records`).
 """
@@ -24,16 +24,16 @@ from tricomm.c10d.group_calls import GroupCall
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
 _ONE_SHOT_BYTES = 64 * 1024
-_ONE_SHOT_BYTES_OF_TWO = 512 * 1024  # two ranks move the same bytes in both ways, and two shots reduce half of them
-_SCATTER_BYTES = 1024 * 1024  # of a broadcast: the root's sends then take longer than a second exchange
-_SCRATCH_BYTES = 16 * 1024 * 1024  # of memory that a thread keeps for its reductions, because fresh pages are slow
+_ONE_SHOT_BYTES_OF_TWO = 512 * 1024  # with two ranks both forms move the same bytes, and two shots reduce half of them
+_SCATTER_BYTES = 1024 * 1024  # of a broadcast; from here on the root's sends take longer than a second exchange
+_SCRATCH_BYTES = 16 * 1024 * 1024  # memory that a thread keeps for its reductions, because new pages are slow
 
 _BYTE = memoryview(b"\0")
 _thread = threading.local()
 
 
 def check(call: GroupCall) -> None:
-    """Raises `InvalidArgument` for a sparse call that cannot be made; `GroupCall`s of other tensors are checked."""
+    """Raises `InvalidArgument` for a sparse call that cannot be made; other `GroupCall`s have been checked."""
     if call.collective == "all_reduce_sparse":
         (x,) = call.result
         if call.op != "sum" or x.layout != torch.sparse_coo:
@@ -84,7 +84,7 @@ def _swap_rows(context: CallContext, sent: list[torch.Tensor], received: list[to
 
 
 def _receive_and_reduce(context: CallContext, op: str, rows: list[torch.Tensor], into: torch.Tensor) -> None:
-    """Send row r to rank r, which reduces the rows that it gets `into`."""
+    """Send row r to rank r, and reduce the rows that this rank receives `into`."""
     mine = rows[context.rank]
     parts = _receive_buffers(context, mine)
     others = context.others()
@@ -93,7 +93,7 @@ def _receive_and_reduce(context: CallContext, op: str, rows: list[torch.Tensor],
 
 
 def _receive_buffers(context: CallContext, mine: torch.Tensor) -> list[torch.Tensor]:
-    """By rank: `mine`, and buffers for the parts that the others send."""
+    """By rank: `mine`, and buffers for the parts of the other ranks."""
     room = _scratch(mine.nbytes * (context.world_size - 1)).view(mine.dtype)
     rest = [room[i * len(mine) : (i + 1) * len(mine)] for i in range(context.world_size - 1)]
     return [*rest[: context.rank], mine, *rest[context.rank :]]
@@ -152,7 +152,7 @@ def _broadcast(context: CallContext, call: GroupCall) -> None:
 
 
 def _scatter_and_gather(context: CallContext, data: torch.Tensor, root: int) -> None:
-    """Broadcast `data`: `root` sends a share to each of the other ranks, which send it on to each other."""
+    """Broadcast `data`: `root` sends a share to each of the other ranks, which forward it to each other."""
     shares = list(data.tensor_split(context.world_size - 1))
     shares.insert(root, data[:0])
     mine, others = shares[context.rank], context.others()
@@ -212,7 +212,8 @@ def _barrier(context: CallContext, call: GroupCall) -> None:
 
 
 def _all_reduce_sparse(context: CallContext, call: GroupCall) -> None:
-    """The sum of COO tensors, in rank order, into the caller's own; ranks may have any number of elements."""
+    """Write the sum of COO tensors, in rank order, to the caller's tensor; ranks may have different numbers of
+    elements."""
     (x,) = call.result
     mine = x.detach().coalesce()
     head = torch.tensor(

@@ -1,6 +1,6 @@
-"""Point to point on the CPU: a message has the size and the type that its receive expects, or it is refused.
+"""Point to point on the CPU: a message must have the size and the type that its receive expects.
 
-A message that does not fit raises `CollectiveMismatch` on the receiver: it is dropped, and the group stays usable.
+If it does not, the receiver drops the message and raises `CollectiveMismatch`; the group stays usable.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class CpuMessages:
-    """One group's messages; `limit` is how long a wait may take; `recorders` record them."""
+    """One group's messages. `limit` is the timeout of a wait; `recorders` records messages for the flight recorder."""
 
     def __init__(self, transport: Transport, limit: timedelta, group: str, recorders: GroupRecorders) -> None:
         self.transport, self.limit, self.group, self.recorders = transport, limit, group, recorders
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> MessageWork:
-        """Send contiguous `x`, which may be changed once the handle's `wait` has returned."""
+        """Send contiguous `x`, which must not be changed until the handle's `wait` has returned."""
         message = Transfer(dst, _user_tag(tag), (memory(x),), _CODES[x.dtype])
         message.keep = x
         self.transport.send(message)
         return MessageWork(self, message, x, f"send to rank {dst}")
 
     def recv(self, x: torch.Tensor, src: int | None, tag: int) -> MessageWork:
-        """Receive into contiguous `x`, from `src` or (None) from the first rank that sends."""
+        """Receive into contiguous `x`, from `src`, or with None from the first rank that sends."""
         message = Transfer(ANY if src is None else src, _user_tag(tag), (memory(x),), _CODES[x.dtype])
         message.keep = x
         self.transport.recv(message)

@@ -1,6 +1,6 @@
 """The backend: a `ProcessGroup` that turns every c10d call into a `GroupCall` for the group's dispatcher.
 
-Every collective is overridden, and none calls `super()`: an inherited one runs in C++ with the GIL held, and that
+Every collective is overridden, and none calls `super()`, because an inherited one runs in C++ with the GIL held, which
 deadlocks under DDP. Names differ between versions of torch (`_allgather_base` is `all_gather_single` from 2.13 on), so
 the group has both.
 """
@@ -71,7 +71,7 @@ class TricommGroup(AnsweringGroup):
     # In place
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        # On one line: Python then looks for interrupts inside of the `try` only.
+        # On one line, so that Python checks for interrupts only inside of the `try`.
         try:
             return self._fast_path.all_reduce(tensors, opts) or self._allreduce(tensors, opts, timeout)  # noqa: E701
         except BaseException as error:
@@ -231,8 +231,8 @@ class TricommGroup(AnsweringGroup):
         return self._message("recv", tensors, None, tag)
 
     def batch(self, ops: list[Any], run: Any) -> list[Any]:
-        """The handles of `ops`, and one for all messages of NCCL. Raises before anything is sent if one of `ops` cannot
-        be made. `run`, torch's `batch_isend_irecv`, sends tensors that wrap others, because it unwraps them.
+        """The handles of `ops`, with one for all messages that NCCL sends. Raises before anything is sent if one of
+        `ops` cannot be made. Wrapper tensors are sent by `run`, torch's `batch_isend_irecv`, which unwraps them.
         """
         messages = []
         for op in ops:
@@ -263,7 +263,7 @@ class TricommGroup(AnsweringGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """As `dist.monitored_barrier`, which torch before 2.15 refuses by name for every backend but gloo.
 
-        Any barrier names all ranks that have not come, so `wait_all_ranks` changes nothing.
+        Every barrier names all missing ranks, so `wait_all_ranks` has no effect.
         """
         self._dispatcher.check_usable("monitored_barrier")
         opts = c10d.BarrierOptions()
@@ -280,7 +280,7 @@ class TricommGroup(AnsweringGroup):
     # Life
 
     def shutdown(self) -> None:
-        """End the group; calls under way get a moment to end. Idempotent."""
+        """End the group; running calls get a moment to end. Idempotent."""
         self._dispatcher.close()
         self._backends.shutdown()
 
@@ -290,7 +290,8 @@ class TricommGroup(AnsweringGroup):
         self._backends.abort()
 
     def interrupted(self, error: BaseException) -> None:
-        """Give the group up: a foreign exception has left a call. Raises `ResourceError` if the system refused."""
+        """Abort the group, because an exception of other code has left a call. Raises `ResourceError` if the system
+        refused a resource."""
         self._dispatcher.interrupted(error)
         name_refusal(error)
 
@@ -321,13 +322,14 @@ class TricommGroup(AnsweringGroup):
         return work
 
     def _coalesced(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], opts: Any, make: Any, single: Any) -> Any:
-        """A coalesced call: on the CPU one batch, else one call after another (no binding of NCCL's before 2.14)."""
+        """A coalesced call: on the CPU one batch, else one call after another, because torch before 2.14 has no binding
+        for NCCL's."""
         if all(out.device.type == "cpu" for out, _ in pairs):
             return self._submit([make(out, x, self.size()) for out, x in pairs], opts, ())
         return CombinedWork([single(out, x, opts) for out, x in pairs])
 
     def _backend_for(self, device: torch.device) -> Any:
-        """torch's own backend for `device`; the group itself if its own connections serve it."""
+        """torch's backend for `device`, or the group itself if its TCP connections serve the device."""
         native = self._backends.native.get(device.type)
         if native is not None:
             return native
@@ -371,7 +373,7 @@ class TricommGroup(AnsweringGroup):
                 work: Any = getattr(self._point_to_point, what)(x, peer, tag)
                 work.entry = recorders.message(what, x, peer, tag)
             else:
-                # A native backend on the CPU is a wrapped group's Gloo, which lacks some types.
+                # A native backend on the CPU is the Gloo of a wrapped group, which lacks some types.
                 given = [as_bytes(x.view(-1)) if x.device.type == "cpu" else x]
                 backend = self._block.entered(self._backend_for(x.device))
                 work = backend.recv_anysource(given, tag) if peer is None else getattr(backend, what)(given, peer, tag)

@@ -22,9 +22,9 @@ _POLL = 5e-5
 
 
 class CudaWork(Handle):
-    """A call on the group's stream. `wait` orders the current stream after it and does not block the host.
+    """A call on the group's stream. `wait` makes the current stream wait for it and does not block the host.
 
-    With a timeout, or with TRICOMM_BLOCKING_WAIT=1, the host waits too, and for a barrier always.
+    With a timeout, with TRICOMM_BLOCKING_WAIT=1, and for a barrier, the host also waits.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CudaWork(Handle):
         return None
 
     def get_future(self) -> Any:
-        """A future that is done when the call is launched, as NCCL's is; a failed one if the group has a fault."""
+        """A future that is complete once the call is launched, as with NCCL; it has failed if the group has a fault."""
         error = self.exception()
         return self._future if error is None else failed(error)
 
@@ -82,8 +82,8 @@ class GroupStream:
     def run(self, action: Callable[[], None], batch: list[GroupCall], timeout: timedelta) -> Any:
         """Launch `action`, which makes the calls of `batch`, and return a handle for all of them.
 
-        The allocator does not reuse the memory of their tensors before the stream has passed the calls. Works with any
-        current device, and does not change it.
+        The allocator does not reuse the memory of their tensors before the calls have run. Works with any current
+        device, and does not change it.
         """
         gpu = self._gpu
         run = self._run if gpu.current_device() == gpu.index else gpu.under(self._run)
@@ -96,13 +96,14 @@ class GroupStream:
             action()
             return FinishedWork(result)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(gpu.device, priority=-1)  # before a long kernel's waiting blocks
+            # high priority: scheduled before waiting blocks of a long kernel
+            self._stream = torch.cuda.Stream(gpu.device, priority=-1)
         self._stream.wait_stream(gpu.stream())
         with torch.cuda.stream(self._stream):
             action()
             event = gpu.recorded(self._stream)
             future: Any = Future(devices=[gpu.device])
-            future.set_result(result)  # here, so that the future's event is on this stream
+            future.set_result(result)  # set here, so that the future's event is on this stream
         for tensor in (x for call in batch for x in (call.x, call.out, *call.keep) if x is not None):
             tensor.record_stream(self._stream)
         return CudaWork(batch[0].collective, result, event, future, self._comm, gpu, limit_seconds(timeout))

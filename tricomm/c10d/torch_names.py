@@ -1,4 +1,4 @@
-"""torch's c10d classes, seen through `Any`: their stubs are not complete, and differ between versions."""
+"""torch's c10d classes, typed as `Any`, because their stubs are incomplete and differ between versions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ c10d: Any = _distributed_c10d
 
 
 class AnsweringGroup(c10d.ProcessGroup):  # type: ignore[misc]
-    """A group that answers what torch's `ProcessGroup` reads from its backends' objects, of which the CPU has none."""
+    """A group that has the attributes that torch's `ProcessGroup` reads from backend objects, which the CPU lacks."""
 
     __slots__ = ("__dict__",)
 
-    # Of the backend object for the CPU, which is the group itself.
+    # Attributes of the backend object for the CPU, which is the group itself.
     supports_coalescing = supports_splitting = supports_time_estimate = False
     supports_shrinking = True  # by `dist.shrink_group` (`tricomm.torch_backend`)
     use_pg_for_symm_mem_rendezvous = False

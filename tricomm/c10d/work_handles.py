@@ -1,7 +1,7 @@
 """The handles that c10d calls return, to Python callers and to C++ ones.
 
 DDP's reducer waits in C++ for the futures of its buckets, and raises a RuntimeError with the text of a call's error. A
-Python callback of the backward pass runs before the reducer's own, and raises the error itself.
+Python callback of the backward pass runs before the reducer's, and raises the error with its class.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _BACKWARD = getattr(getattr(graph, "_engine_run_backward", None), "__code__", No
 
 
 def limit_seconds(timeout: timedelta | None) -> float | None:
-    """Seconds, or None if there is no limit: for c10d a timeout that is zero or negative."""
+    """The timeout in seconds, or None if it is zero or negative, which means no limit in c10d."""
     return None if timeout is None or timeout <= _UNSET else timeout.total_seconds()
 
 
 class Latch:
-    """Opened once, by any thread. Unlike `threading.Event`, an interrupted `wait` leaves no lock of it taken."""
+    """An event that any thread sets once. Unlike with `threading.Event`, an interrupted `wait` leaves no lock taken."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -43,7 +43,7 @@ class Latch:
         self._lock.acquire()
 
     def open(self) -> None:
-        """Let all waiters go on. Called once."""
+        """Wake all waiters. Called once."""
         if not self.is_open:
             self.is_open = True
             self._lock.release()
@@ -56,7 +56,7 @@ class Latch:
             if left <= 0:
                 break
             if self._lock.acquire(timeout=left):
-                self._lock.release()  # for the other waiters, which also look each second
+                self._lock.release()  # for the other waiters, which also check every second
         return self.is_open
 
 
@@ -73,7 +73,7 @@ class _Promise:
         self._complete = [complete]
 
     def keep(self) -> None:
-        """Complete the future unless that has been done; by any thread."""
+        """Complete the future if it is not complete; any thread may call it."""
         try:
             complete = self._complete.pop()
         except IndexError:
@@ -82,7 +82,7 @@ class _Promise:
 
 
 class Handle(Work):
-    """The parts that all handles of a call have in common."""
+    """The common parts of all handles."""
 
     def __init__(self, result: list[Any]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class PendingWork(Handle):
 
     Dropping the handle is safe: the queue holds what the call needs.
 
-    `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait.
+    `interrupted(error)` is called if an exception of other code, such as Ctrl-C, ends a wait.
     """
 
     def __init__(self, id: CallId, what: str, result: list[Any], interrupted: Callable[[BaseException], None]) -> None:
@@ -119,7 +119,8 @@ class PendingWork(Handle):
         self._promises: dict[bool, _Promise] = {}
 
     def finish(self, error: BaseException | None = None) -> list[CallFuture]:
-        """The call has run, or has failed with `error`; the first one counts. Returns futures that have callbacks."""
+        """The call has completed, or failed with `error`; a second call is ignored. Returns the futures that have
+        callbacks."""
         try:
             self._end.pop()
         except IndexError:
@@ -130,14 +131,14 @@ class PendingWork(Handle):
         for promise in promises:
             try:
                 promise.keep()
-            except Exception:  # its user has completed it
+            except Exception:  # the user has completed it
                 log.exception("the future of call %s could not be completed", self.id.name)
         self.over.open()
         futures = [promise.future for promise in promises]
         return [future for future in futures if isinstance(future, CallFuture) and future.has_callbacks]
 
     def forked(self, error: BaseException) -> None:
-        """In a child that has no thread for the call: a wait raises `error`."""
+        """Called in a forked child, which has no thread for the call: a wait raises `error`."""
         self._error, self._finished = error, True
         self.over.open()
 
@@ -158,7 +159,7 @@ class PendingWork(Handle):
         return True
 
     def is_completed(self) -> bool:
-        # A future's waiter may go on before the latch is open.
+        # A waiter of the future may return before the latch is open.
         return self.over.is_open or any(promise.future.done() for promise in list(self._promises.values()))
 
     def exception(self) -> Any:
@@ -167,9 +168,9 @@ class PendingWork(Handle):
     def get_future(self) -> Any:
         """Holds the call's list of output tensors, as every c10d backend's does.
 
-        If the call fails, `wait()` and `value()` of the future raise the call's own error. C++ code that asks for the
-        future (DDP's reducer) knows no Python errors: it gets a future with a C++ error, a RuntimeError with the class
-        and the text of the call's own.
+        If the call fails, `wait()` and `value()` of the future raise the call's error. C++ code that takes the future
+        (DDP's reducer) knows no Python errors: its future fails with a RuntimeError whose text has class and text of
+        the call's error.
         """
         key = in_backward() and _called_by_autograd()
         promise = self._promises.get(key)
@@ -197,16 +198,16 @@ def failed(error: BaseException) -> Any:
 
 
 def _read_by_reducer(future: Any) -> Any:
-    """`future`, as a future that fails in C++ if `future` fails.
+    """A future that fails in C++ if `future` fails.
 
-    `settle` only makes the error the future's value, and the reducer takes that for its tensors. An error that a
-    callback of `then` raises becomes an error of the future in C++.
+    `settle` makes the error the value of the future, which the reducer would take for its tensors. But an error that a
+    callback of `then` raises is an error of the returned future in C++ as well.
     """
     return future.then(lambda done: done.value())
 
 
 class FinishedWork(Handle):
-    """A call that has run when it returned: on the CPU, or ordered on the caller's own stream."""
+    """A call that has completed on return (on the CPU), or is ordered on the caller's stream."""
 
     def __init__(self, result: list[Any]) -> None:
         super().__init__(result)
@@ -255,11 +256,12 @@ class CombinedWork(Handle):
 def raise_in_backward(work: Any) -> None:
     """Make the running backward pass raise the error of `work`, if C++ code made the call; else do nothing.
 
-    The reducer would wait for the call at this point. Python code waits for its calls itself.
+    The reducer would wait for the call here. Python code waits for its calls itself.
     """
     if not _called_by_autograd():
         return
-    if torch._C._current_autograd_node() is None:  # at the end already (a static graph's first pass), where it waits
+    # the pass is at its end (first pass of a static graph), where the reducer waits
+    if torch._C._current_autograd_node() is None:
         work.wait()
     else:
         torch.autograd.Variable._execution_engine.queue_callback(work.wait)

@@ -1,9 +1,9 @@
-"""Shows calls to torch's profiler, by the keys of Kineto's NCCL events, and to NVTX.
+"""Shows calls in torch's profiler, with the keys of Kineto's NCCL events, and in NVTX.
 
-A call is one event, of the thread that makes it, and the kernel is launched while it is open. So on a GPU Kineto links
-the kernel's own event to it by its correlation, as it does for an operator of torch (not run on hardware). Kineto
-copies the keys to the kernel's event for `record_param_comms` only. Only C++ can open that event; torch's own backends
-open it for their calls.
+A call is one event of the calling thread, and the kernel is launched while the event is open. So on a GPU Kineto links
+the kernel's event to it by correlation id, as for an operator of torch (not run on hardware). Kineto copies the keys to
+the kernel's event for `record_param_comms` only. Only C++ can open that event; torch's own backends open it for their
+calls.
 
 The profiler keeps the keys if `record_shapes=True`. With `profile_all_threads=True` it also sees threads that did not
 start it, but without the keys.
@@ -39,7 +39,7 @@ _NAMES = dict.fromkeys((*collective_specs.FUSED, "all_reduce", "all_reduce_spars
 
 
 class CallTrace:
-    """Shows the calls of the group of `recorder`; if that has no name, another part shows them.
+    """Shows the calls of the group of `recorder`; if the recorder has no name, another object shows them.
 
     by_default  whether calls are shown without an active profiler, because of TRICOMM_NVTX
     """
@@ -50,15 +50,15 @@ class CallTrace:
 
     @property
     def on(self) -> bool:
-        """Whether a call that is made now is to be shown."""
+        """Whether a call that is made now should be shown."""
         return self.by_default or profiler._is_profiler_enabled
 
     @contextmanager
     def shown(
         self, what: Any, how: Callable[[], dict[str, Any]], x: torch.Tensor | None, number: int, line: str = ""
     ) -> Iterator[None]:
-        """The event of the call `number` (0: not known), for as long as this block runs. `what` and `line` are as in an
-        entry of the flight recorder, `how` gives more keys, `x` is the input. The call runs even if this fails."""
+        """A context manager: the event of the call `number` (0: not known). `what` and `line` are as in an entry of the
+        flight recorder, `how` returns more keys, `x` is the input. The call runs even if this fails."""
         with ExitStack() as events:
             if self._recorder.group:
                 try:
@@ -91,7 +91,7 @@ class CallTrace:
 
 
 def _facts(ranks: tuple[int, ...], rank: int, calls: list[Made]) -> dict[str, Any]:
-    """The keys of Kineto's NCCL events that the group and the call decide, with NCCL's values."""
+    """The keys of Kineto's NCCL events that depend on the group and the call, with NCCL's values."""
     first = calls[0]
     sizes = [_sizes(made, rank, len(ranks)) for made in calls]
     taken, given = first.splits or ([], [])
@@ -103,7 +103,7 @@ def _facts(ranks: tuple[int, ...], rank: int, calls: list[Made]) -> dict[str, An
         "dtype": "Byte" if first.dtype is None else flight_document.torch_name(first.dtype),
         "In split size": str(list(taken)),
         "Out split size": str(list(given)),
-        "Rank": first.root if first.root >= 0 else rank,  # as NCCL: the root's, or the peer's of a message
+        "Rank": first.root if first.root >= 0 else rank,  # as in NCCL: the rank of the root, or of a message's peer
         **_of_group(ranks),
     }
     if first.collective in collective_specs.MESSAGES and first.root >= 0:
@@ -146,7 +146,7 @@ def _asks_for_ranges() -> bool:
 
 @cache
 def _domain() -> Any:
-    """The domain of the ranges; None if the package is missing, which is logged."""
+    """The NVTX domain of the ranges; None if the package is missing, which is logged."""
     try:
         import nvtx
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""The only count of calls: of a communicator by kernel and size, with bytes and times, and of the process by route.
+"""Counts calls: of a communicator by kernel and size, with bytes and times, and of the process by route.
 
 Counting costs a call one addition: to the tally of its kernel and size. `tricomm.stats()` and `comm.stats()` add the
-tallies up when they are called. Only plans made while `Activity.clock` is set take times, so timing costs the other
-calls nothing.
+tallies up when they are called. Only plans made while `Activity.clock` is set are timed, so timing costs other calls
+nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tricomm import env, notebook
 from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
 
-_MOST_SPANS = 4096  # that are kept, and events that have not passed yet
-Took = Callable[[float], None]  # told the seconds of a call
+_MOST_SPANS = 4096  # spans that are kept, and events that have not passed yet
+Took = Callable[[float], None]  # called with the seconds of a call
 Name = tuple[str, str, str, int]  # of a call: collective, algorithm, protocol, bytes
 
 
@@ -51,11 +51,12 @@ class Clock:
         self._pending: deque[tuple[Any, Any, Took, Name]] = deque(maxlen=_MOST_SPANS)
         self._lock = threading.Lock()
         self._gpu, self._began = gpu, 0.0
-        self._mark: Any = None  # recorded by the first timed call at `_began`: now a graph may be being captured
+        # recorded by the first timed call, at `_began`; not here, because a graph may be being captured
+        self._mark: Any = None
 
     def timed(self, run: Callable[..., Any], of: Callable[[Any], tuple[Took, Name]]) -> Callable[..., Any]:
-        """`run`, with every `every`th of its calls timed. `of` gives, for a call's input, the function that gets its
-        time, and its name."""
+        """`run`, with every `every`th of its calls timed. `of` returns, for a call's input, the function to call with
+        its time, and its name."""
         left = 1
         measured = self._by_host if self._gpu is None else self._by_events
 
@@ -70,12 +71,12 @@ class Clock:
         return call
 
     def spans(self) -> tuple[Span, ...]:
-        """The latest spans, oldest first; on a GPU those whose end `collect` has seen. Any thread may ask."""
+        """The latest spans, oldest first; on a GPU the spans whose end `collect` has seen. Any thread may call it."""
         return tuple(self._spans)
 
     def collect(self) -> None:
-        """Take the times of kernels that have ended. Only for threads that make calls: to query an event in another
-        thread would break a graph that is being captured."""
+        """Read the times of kernels that have ended. Only for threads that make calls, because querying an event in
+        another thread would invalidate a capture."""
         if self._gpu is None or self._mark is None:
             return
         with self._gpu.here(), self._lock:
@@ -108,7 +109,7 @@ class Clock:
         return result
 
 
-_CALL = 1 << 96  # a tally's calls are above this bit and its bytes below it: both are counted by one addition
+_CALL = 1 << 96  # a tally has calls above this bit and bytes below it, so that one addition counts both
 _BYTES = _CALL - 1
 RECENT = 512
 _SHOWN = 20  # lines of a text
@@ -118,7 +119,7 @@ Key = tuple[str, str, str, int]  # of a tally: collective, algorithm, protocol, 
 
 
 class Tally:
-    """Calls of one kernel at sizes of one bucket. `total` is the sum of the calls' `weight`."""
+    """Counts the calls of one kernel with sizes of one bucket. `total` is the sum of the calls' `weight`."""
 
     __slots__ = ("recent", "seconds", "timed", "total")
 
@@ -134,7 +135,7 @@ class Tally:
 
 
 def weight(nbytes: int) -> int:
-    """A call of `nbytes` bytes adds this to its tally's total."""
+    """The number that a call of `nbytes` bytes adds to its tally's total."""
     return _CALL + nbytes
 
 
@@ -147,8 +148,8 @@ def bucket(nbytes: int) -> int:
 class Calls:
     """Calls of one kernel with at most `bucket` bytes of input per rank, and more than half of that.
 
-    `calls` and `nbytes` are of all, `timed` and `seconds` of those that were timed; `p50_us` and `p99_us` are of the
-    latest of these, None if there are none. Captured calls count once; their replays are not counted.
+    `calls` and `nbytes` count all calls, `timed` and `seconds` the timed ones; `p50_us` and `p99_us` are of the latest
+    timed calls, None if there are none. Captured calls count once; their replays are not counted.
     """
 
     collective: str
@@ -165,8 +166,8 @@ class Calls:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """One rank's memory: how it is shared, and the bytes that its arena and its symmetric memory now take from the
-    device, none while the communicator is suspended."""
+    """One rank's memory: its kind, and the bytes of device memory that its arena and its symmetric memory take, which
+    is 0 while the communicator is suspended."""
 
     kind: str = "none"
     nbytes: int = 0
@@ -175,9 +176,9 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class Statistics:
-    """A communicator's statistics so far. `waited` is, by peer, how many seconds this rank was in calls that the peer
-    had not entered, sampled by the monitor every 20 ms: shorter delays are missing. `memory` is the device memory that
-    it holds now, `origin` the group that was shrunk to it, if any."""
+    """A communicator's statistics so far. `waited` is, by peer, the seconds that this rank was in calls that the peer
+    had not entered, sampled by the monitor every 20 ms, so shorter delays are missing. `memory` is the device memory
+    that it holds now, `origin` the group that was shrunk to it, if any."""
 
     group: str
     rank: int
@@ -214,19 +215,20 @@ class Statistics:
 class _ProcessTallies:
     """The tallies of all communicators of this process, and of the calls that the fallbacks of c10d groups ran.
 
-    A communicator's tallies are added to `past` when it is gone: a process that makes and closes many must not grow.
+    A communicator's tallies are added to `past` when it is freed, so that a process that makes and closes many does not
+    grow.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.live: dict[int, dict[Key, Tally]] = {}
-        self.ended: deque[int] = deque()  # appended to by finalizers, which may run anywhere: without the lock
+        self.ended: deque[int] = deque()  # appended to by finalizers, which may run anywhere, so without the lock
         self.past: Counter[tuple[str, str]] = Counter()  # calls by route and collective
         self.fallback: dict[tuple[str, str, int], Tally] = {}  # by route, collective and bucket
         self._numbers = itertools.count()
 
     def add(self, activity: object, tallies: dict[Key, Tally]) -> int:
-        """Count `tallies` as long as `activity` lives, and their final counts for ever; returns their number."""
+        """Count `tallies` while `activity` is alive, and their final counts afterwards; returns their number."""
         number = next(self._numbers)
         with self.lock:
             self._fold()
@@ -267,10 +269,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def stats() -> dict[str, dict[str, int]]:
-    """How many calls of this process went where: {"kernels": {"all_reduce": 3}, "gloo": {...}, "nccl": {...}}.
+    """Calls of this process by route and collective: {"kernels": {"all_reduce": 3}, "gloo": {...}, "nccl": {...}}.
 
     Counts both communicators and c10d groups; a c10d call that runs over the kernels counts once. A call that launches
-    nothing, because it has zero elements or is refused, is not counted.
+    nothing, because it has no elements or is refused, is not counted.
     """
     calls: dict[str, dict[str, int]] = {KERNELS: {}, NCCL: {}, GLOO: {}}
     for (route, collective), count in _process.calls().items():
@@ -296,8 +298,8 @@ def fallback_by_size() -> dict[tuple[str, str, int], tuple[int, int]]:
 
 
 class Activity:
-    """The tallies of one communicator. `waited` is the monitor's own; TRICOMM_STATS_EVERY=n times every nth call.
-    `held` returns the device memory that it holds."""
+    """The tallies of one communicator. `waited` is the monitor's; TRICOMM_STATS_EVERY=n times every nth call. `held`
+    returns the device memory of the communicator."""
 
     def __init__(
         self,
@@ -326,7 +328,7 @@ class Activity:
         self.clock = Clock(every, self._gpu) if every else None
 
     def collect(self) -> None:
-        """Take the times of kernels that have ended, as `Clock.collect`; a broken device loses them."""
+        """Read the times of kernels that have ended, as `Clock.collect`; a device error loses them."""
         if self.clock is not None:
             try:
                 self.clock.collect()

@@ -1,8 +1,8 @@
-"""A dump of the flight recorder: a dict in the format of torch's, which `torch.distributed.flight_recorder` reads.
+"""A dump of the flight recorder: a dict in torch's format, which `torch.distributed.flight_recorder` reads.
 
-That analyser matches the calls of a group by number, and compares kind, sizes, types and states. So sizes are those
-that the ranks have to agree on: numbers of elements, not shapes. It does not match messages in groups of more than two
-ranks: here the messages from one rank to another with one tag are a group.
+torch's analyser matches the calls of a group by number, and compares kind, sizes, types and states. So sizes are given
+as numbers of elements, which are the same on all ranks, not as shapes. It does not match messages in groups of more
+than two ranks, so here all messages from one rank to another with one tag form a group.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ VERSION = "2.10"  # of the format that torch 2.13 writes
 # A message has its peer as root, and its number among the messages of the same peers, direction and tag.
 NUMBER, WHAT, CREATED, STARTED, ENDED, MORE, SHAPES, STACK = range(8)
 Entry = list[Any]
-# A call on the way that is built for speed makes a shorter one: (number, what, created, more[, ended, shapes]).
+# A call on a fast path makes a shorter entry: (number, what, created, more[, ended, shapes]).
 Short = tuple[Any, ...]
 ANY = -1  # the peer of a receive whose source is not known yet
-# The names in the dumps of NCCL's groups. The analysers of torch 2.11 and 2.12 refuse a dump that has others.
+# The names in dumps of NCCL's groups. The analysers of torch 2.11 and 2.12 refuse other names.
 _NAMES = dict.fromkeys(collective_specs.FUSED, "all_reduce") | {
     "all_to_all_v": "all_to_all",
     "all_reduce_sparse": "all_reduce",
@@ -74,7 +74,7 @@ class Made(NamedTuple):
 
 
 class Recorded(Protocol):
-    """The part of a `FlightRecorder` that a dump is made from; `first` is the number of the first call to dump."""
+    """The part of a `FlightRecorder` from which a dump is made; `first` is the number of the first call to dump."""
 
     name: str
     ranks: tuple[int, ...]
@@ -87,7 +87,7 @@ class Recorded(Protocol):
 
 
 class _Stream(NamedTuple):
-    """Calls that are counted together: a group of the analyser's, of these ranks of the job."""
+    """Calls with a common count, which are one group for the analyser; `ranks` are its ranks in the job."""
 
     name: str
     text: str
@@ -128,7 +128,7 @@ def document(recorders: Sequence[Recorded]) -> dict[str, Any]:
 
 
 def _dumped(recorder: Recorded, entry: Entry) -> tuple[_Stream, dict[str, Any]]:
-    """An entry in torch's form, without its numbers in the dump, and the stream that it belongs to."""
+    """An entry in torch's form, without its numbers in the dump, and its stream."""
     number, what, created, started, ended, more, shapes, stack = entry
     if isinstance(what, PackedDescriptor):
         what = what.unpacked()
@@ -197,7 +197,7 @@ def _of_descriptor(what: Descriptor, shapes: Any, world_size: int) -> Made:
 
 
 def sizes(made: Made, world_size: int) -> tuple[list[int], list[int]]:
-    """Sizes of input and output; of one that only the root has, as if every rank had it."""
+    """Sizes of input and output. A tensor that only the root has is given on every rank."""
     if made.sizes:
         return list(made.sizes), list(made.sizes)
     if made.splits is not None:
@@ -211,9 +211,10 @@ def sizes(made: Made, world_size: int) -> tuple[list[int], list[int]]:
 
 
 def _message(recorder: Recorded, made: Made) -> tuple[_Stream, str]:
-    """The stream of a message, and its name, by the places of its ranks among the stream's, in ascending order."""
+    """The stream of a message, and the message's name, which has its ranks' places among the stream's ranks in
+    ascending order."""
     me, sent = recorder.rank, made.collective == "send"
-    if made.root == ANY:  # alone, because no rank is known to have sent it
+    if made.root == ANY:  # a separate stream, because the sender is not known
         return _Stream(f"{recorder.name} any rank->{me} {made.op}", "messages", (me,)), "recv 0<-0"
     peer = recorder.ranks[made.root]
     source, target = (me, peer) if sent else (peer, me)
@@ -225,5 +226,5 @@ def _message(recorder: Recorded, made: Made) -> tuple[_Stream, str]:
 
 @cache
 def torch_name(dtype: torch.dtype) -> str:
-    """As C++ names it, such as "BFloat16"."""
+    """The C++ name of a dtype, such as "BFloat16"."""
     return torch.empty(0, dtype=dtype, device="cpu").type().removeprefix("torch.").removesuffix("Tensor")

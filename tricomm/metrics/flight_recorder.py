@@ -1,8 +1,8 @@
 """The flight recorder: the last calls of each group on this rank, for torch's analyser (`torchfrtrace`).
 
-A call writes one entry into a ring that is allocated with its group. All else is left to a dump (`flight_document`),
-which takes no lock and may run at any time, on any thread and in a signal's handler. TORCH_FR_BUFFER_SIZE=0 turns the
-recorder off; torch's other variables say when to dump and where (`tricomm.env`).
+A call writes one entry into a ring that is allocated with its group. The rest is done by a dump (`flight_document`),
+which takes no lock and may run at any time, on any thread and in a signal handler. TORCH_FR_BUFFER_SIZE=0 turns the
+recorder off; other variables of torch define when and where to dump (`tricomm.env`).
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ _FAULTS = (*_PASSING, PeerDied, PeerStalled, GroupAborted)
 _DUMP_SECONDS, _HANDLER_SECONDS = 2.0, 0.5
 _NAME = "comm_lib_trace_rank_"  # torch's
 _open: weakref.WeakValueDictionary[int, FlightRecorder] = weakref.WeakValueDictionary()
-# Those of groups that were closed lately, because a peer may hang in a call that this rank has made.
+# Recorders of groups that were closed recently, because a peer may hang in a call that this rank has made.
 _closed: deque[FlightRecorder] = deque(maxlen=16)
 _warned: set[str] = set()
 _listener: _SignalListener | None = None
 
 
 class FlightRecorder:
-    """The last `calls` calls of one group (None: the environment's number; 0: none).
+    """The last `calls` calls of one group (None: the number from the environment; 0: none).
 
     name, ranks  of the group; the ranks as the job numbers them, in the group's order
     group        the name that the program uses for the group
-    rank         this one's, in the job: the dump's file is named after it
+    rank         this rank's number in the job, by which the dump's file is named
     timeout      of a call, in seconds
     origin       the group that was shrunk to this one, if any
     on           whether calls are recorded
-    numbered     entries of a communicator's calls, each at its number modulo the length
-    settle       completes the entries for a dump: their numbers and times, as far as only the maker of the calls knows
+    numbered     entries of a communicator's calls, each at index (call number modulo length)
+    settle       completes the entries for a dump with numbers and times that only the maker of the calls knows
     """
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float, calls: int | None = None) -> None:
@@ -103,7 +103,7 @@ class FlightRecorder:
         return str(self.rank).encode()
 
     def place(self, numbers: list[bytes]) -> None:
-        """The ranks of this group have these numbers in the job. They keep their own if some have the same one."""
+        """Set the numbers in the job of this group's ranks. If two are equal, ranks keep their numbers in the group."""
         if len(set(numbers)) == len(self.ranks):
             self.rank, self.ranks = int(numbers[self.ranks.index(self.rank)]), tuple(map(int, numbers))
 
@@ -114,22 +114,24 @@ class FlightRecorder:
         return [entry for entry in entries if entry[NUMBER]]
 
     def first(self, numbers: list[int]) -> int:
-        """The number of the first call to dump, of the last calls of a stream, whose ascending `numbers` these are. If
-        earlier ones have been overwritten, a round number, so that ranks a few calls apart begin with the same call."""
+        """The number of the first call to dump, among the last calls of a stream, which have these ascending `numbers`.
+        If earlier calls have been overwritten, it is a round number, so that ranks that are a few calls apart begin
+        with the same call."""
         if not numbers or numbers[0] == 1:
             return 0
         step = 1 << max(0, (len(numbers) // 5).bit_length() - 1)  # a stream may fill any part of the ring
         return -(-numbers[0] // step) * step
 
     def withdraw(self, after: int) -> None:
-        """Forget the calls with a number above `after`: they were refused before anything was sent."""
+        """Remove the calls with a number above `after`, which were refused before anything was sent."""
         for place, entry in enumerate(list(self.numbered)):
             if entry is not None and entry[NUMBER] > after:
                 self.numbered[place] = None
 
     def report(self, again: bool = False) -> str:
-        """The group has a fault: dump, unless TORCH_NCCL_DUMP_ON_TIMEOUT forbids it, and return the words by which
-        errors name the file. Dumps once, or `again` after a fault that has not cost the group. Raises nothing."""
+        """Called when the group has a fault: dump, unless TORCH_NCCL_DUMP_ON_TIMEOUT forbids it, and return the text
+        with which errors name the file. Dumps only once, or `again` after a fault that has not ended the group. Raises
+        nothing."""
         if self.on and self._pid == os.getpid() and (self._said is None or again):
             try:
                 self._said = f"{_WORDS}{_write(self.rank, None)}." if _dumps_on_fault() else ""
@@ -139,14 +141,14 @@ class FlightRecorder:
         return self._said or ""
 
     def name_in(self, error: BaseException) -> None:
-        """Dump if `error` is a fault that names no file yet, and add the file to its text."""
+        """Dump if `error` is a fault whose text names no file yet, and add the file to its text."""
         if isinstance(error, _FAULTS) and _WORDS not in str(error):
             words = self.report(again=isinstance(error, _PASSING))
             if words:
                 error.args = (f"{str(error).removesuffix('.')}.{words}",)
 
     def report_soon(self) -> None:
-        """`report` on another thread; if none can start, the error of the next call does it."""
+        """`report` on another thread; if none can be started, the error of the next call reports."""
         if self.on:
             with suppress(ResourceError):
                 self._reporting = threads.start("tricomm-dump", self.report)
@@ -167,11 +169,11 @@ def off() -> FlightRecorder:
 
 
 def dump(prefix: str | Path | None = None) -> list[Path]:
-    """Write the last calls of this process's groups into the file `prefix` + rank, and return its path; if several
-    ranks are in this process, one file each. `torchfrtrace` reads the files of all ranks.
+    """Write the last calls of this process's groups to the file `prefix` + rank. Returns the paths, which are several
+    if this process has several ranks. `torchfrtrace` reads the files of all ranks.
 
-    `prefix` may be a directory; without it, TORCH_FR_DUMP_TEMP_FILE says where, as for torch. Raises `InvalidArgument`
-    if no group has recorded anything, `ResourceError` if a file cannot be written; a file is written whole or not.
+    `prefix` may be a directory; the default is TORCH_FR_DUMP_TEMP_FILE, as for torch. Raises `InvalidArgument` if no
+    group has recorded anything, `ResourceError` if a file cannot be written; a file is written whole or not.
     """
     ranks = sorted({recorder.rank for recorder in _recorders()})
     if not ranks:
@@ -250,7 +252,7 @@ def _dumps_on_fault() -> bool:
 
 
 def warn_once(about: str, text: str) -> None:
-    """Log `text`; only the first one about a thing."""
+    """Log `text`, but only the first text for each `about`."""
     if about not in _warned:
         _warned.add(about)
         log.warning("%s", text)
@@ -260,11 +262,11 @@ def warn_once(about: str, text: str) -> None:
 
 
 class _SignalListener:
-    """Dumps when signal `number` comes, and then runs the handler that was there before.
+    """Dumps when signal `number` is received, and then runs the previous handler.
 
-    Python runs handlers in the main thread, between two of its instructions, and that thread may hang in C. So a
-    thread reads the signals' numbers from a pipe, which C fills when they come, and dumps if the handler does not. If
-    the program has a pipe of this kind already, as asyncio makes one, only the handler dumps.
+    Python runs handlers in the main thread, between two instructions, and that thread may hang in C. So another thread
+    reads the numbers of signals from a pipe (`signal.set_wakeup_fd`), and dumps if the handler does not. If the program
+    already uses such a pipe, as asyncio does, only the handler dumps.
     """
 
     def __init__(self, number: int) -> None:
@@ -289,7 +291,7 @@ class _SignalListener:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handled += 1
-        if not self._dumping:  # signals that come faster than dumps are written would nest without end
+        if not self._dumping:  # signals that are faster than dumps would nest without end
             self._dumping = True
             try:
                 _dump_for_signal()
@@ -320,7 +322,7 @@ def _listen() -> None:
 
 
 def _after_fork() -> None:
-    """In a child: the parent's groups and its file are the parent's, and so is the pipe that the signals go to."""
+    """Called in a forked child: drops the parent's groups, its file and its pipe for signals."""
     global _listener
     _open.clear()
     _closed.clear()

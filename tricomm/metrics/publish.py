@@ -1,7 +1,7 @@
-"""Publishes a job's statistics in a file, one a process, for `tricomm dashboard`.
+"""Publishes a job's statistics for `tricomm dashboard`, in one file per process.
 
-Nothing is written unless TRICOMM_STATS says how often, in seconds. The file is replaced whole, for the last time when
-the process ends, and stays until its numbers are in the history. A job never fails because of it.
+Nothing is written unless TRICOMM_STATS gives the interval in seconds. The file is replaced atomically, for the last
+time when the process exits, and stays until its numbers are in the history. Errors here never fail a job.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tricomm.store import files, process
 
 SCHEMA = 1
 log = logging.getLogger("tricomm")
-_SLACK = 60.0  # seconds: clocks of hosts differ, and file systems that they share are slow
-_MOST = 64  # communicators of a process, the latest: one that makes and closes many must not grow
+_SLACK = 60.0  # seconds, because clocks of hosts differ and shared file systems are slow
+_MOST = 64  # latest communicators of a process that are published, so that the file does not grow
 _lock = threading.Lock()
 _publisher: _Publisher | None = None
 _known: deque[Activity] = deque(maxlen=_MOST)
@@ -33,7 +33,7 @@ _known: deque[Activity] = deque(maxlen=_MOST)
 
 @dataclass(frozen=True)
 class Routed:
-    """Calls that c10d groups of the process have given to NCCL or sent over TCP."""
+    """Calls of the process's c10d groups that NCCL ran or that were sent over TCP."""
 
     route: str
     collective: str
@@ -44,8 +44,8 @@ class Routed:
 
 @dataclass(frozen=True)
 class JobStatistics:
-    """One process. `started` is in clock ticks since its host's boot, `written` in seconds of Unix time; it writes
-    every `every` seconds."""
+    """The statistics of one process, written every `every` seconds. `started` is in clock ticks since its host's boot,
+    `written` in seconds of Unix time."""
 
     schema: int
     pid: int
@@ -62,32 +62,32 @@ class JobStatistics:
 
     @property
     def live(self) -> bool:
-        """True if the process still runs; a process of another host counts as live as long as it writes."""
+        """True if the process still runs; a process of another host counts as live while it writes."""
         if self.host == socket.gethostname():
             return process.start_time(self.pid) == self.started
         return time.time() - self.written < 3 * self.every + _SLACK
 
 
 def folder() -> Path:
-    """Where jobs of this user write: TRICOMM_STATS_DIR, or `live` in the XDG state directory."""
+    """The directory to which jobs of this user write: TRICOMM_STATS_DIR, or `live` in the XDG state directory."""
     given = env.text("TRICOMM_STATS_DIR")
     return env.user_folder("XDG_STATE_HOME", ".local/state") / "live" if given is None else Path(given)
 
 
 def check_folder() -> None:
-    """Raises `InvalidArgument` if other users can replace the files of `folder()`: nothing is written to it then."""
+    """Raises `InvalidArgument` if other users can replace the files of `folder()`; then nothing is written."""
     files.refuse_shared(folder(), "TRICOMM_STATS_DIR")
 
 
 def add(activity: Activity) -> None:
-    """Publish what this communicator does if TRICOMM_STATS is set. Raises `InvalidArgument` unless that is a number of
-    seconds."""
+    """Publish the statistics of this communicator if TRICOMM_STATS is set. Raises `InvalidArgument` if that is no
+    number of seconds."""
     global _publisher
     seconds = interval()
     if seconds is None:
         return
     with _lock:
-        if _publisher is None or _publisher.pid != os.getpid():  # a forked child's own
+        if _publisher is None or _publisher.pid != os.getpid():  # a forked child gets its own
             _known.clear()
             _publisher = _Publisher(seconds)
         _known.append(activity)
@@ -160,7 +160,7 @@ class _Publisher:
         try:
             files.make_directory(self.file.parent)
             files.replace(self.file, json.dumps(asdict(snapshot())).encode())
-        except Exception as error:  # watching must not end what is watched
+        except Exception as error:  # an error here must not end the job
             if not self._said:
                 self._said = True
                 log.warning("statistics cannot be written to %s: %s", self.file, error)

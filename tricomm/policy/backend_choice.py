@@ -1,9 +1,9 @@
 """The backend of a call: this library's kernels, NCCL, or messages over TCP (`gloo`).
 
-The choice is pure, and made of facts that all ranks share: those that the ranks agreed on when the group was made
-(`GroupFacts`) and those that have to be equal on all ranks (collective, dtype, op, bytes). Facts of one rank alone (its
-tensor's address, its splits of an all_to_all, its peer) take no part, so all ranks make the same choice. A group's
-`Router` decides each kind of call once, and logs it.
+The choice is a pure function of facts that are equal on all ranks: facts on which they agreed when the group was made
+(`GroupFacts`), and arguments that must be equal (collective, dtype, op, bytes). It does not depend on facts of one rank
+(its tensor's address, its splits of an all_to_all, its peer), so all ranks make the same choice. A group's `Router`
+decides each kind of call once, and logs it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class GroupFacts:
 
     device      "cpu" or "cuda": the device of the call's tensors
     world_size  ranks of the group
-    nodes       number of hosts that they are on
+    nodes       number of hosts on which they are
     no_kernels  why this group has no kernels, or None
-    fallback    the backend for calls that the kernels do not cover: "nccl", "gloo", or None
+    fallback    the backend for calls that the kernels do not support: "nccl", "gloo", or None
     missing     why there is no fallback, if there is none
-    reachable   whether every rank's memory is mapped on every other; if not, only a cube mesh's kernels can run
+    reachable   whether every rank maps every other rank's memory; if not, only kernels of a cube mesh can run
     batch_invariant    whether reductions must be batch-invariant
-    switch      whether calls may go through NVLS (`kernels/multimem.py`), and run alone
-    wire        how long sums are quantised on the links, which then go to the kernels at any size; empty: not
+    switch      whether calls may use NVLS (`kernels/multimem.py`), and no computation overlaps them
+    wire        how long sums are quantised on the links (the kernels then run all sizes); empty: they are not
     most_bytes  the largest input that the kernels run; None: `tables/nccl_threshold.json` says
     """
 
@@ -74,7 +74,7 @@ class BackendChoice:
 def decide(
     facts: GroupFacts, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None, forced: bool = False
 ) -> BackendChoice:
-    """The backend of one call. `nbytes` is the input of one rank; None if ranks may differ in it.
+    """The backend of one call. `nbytes` is the input of one rank; None if it may differ between ranks.
 
     `forced`: the caller has named a kernel. Raises `InvalidArgument` if no backend can run the call, or none that a
     batch-invariant group may use.
@@ -104,8 +104,8 @@ def _in_rank_order(
 ) -> BackendChoice:
     """The backend of a call of a batch-invariant group. `reason`: why no kernel runs it, or None.
 
-    Size plays no part in it, because the kernels take any. NCCL chooses its order of summation by size, ranks and
-    links. On the CPU messages carry the data: `c10d/dtype_emulation.py` reduces in rank order, each element for itself.
+    It does not depend on the size: the kernels run any size, while NCCL chooses its order of summation by size, ranks
+    and links. On the CPU data is sent in messages, and `c10d/dtype_emulation.py` reduces each element in rank order.
     """
     if reason is None:
         return BackendChoice(KERNELS, "the kernels cover it, in rank order and at any size: batch-invariant")
@@ -144,7 +144,7 @@ def _remedy(facts: GroupFacts, collective: str) -> str:
 
 def _why_not_kernels(facts: GroupFacts, collective: str, dtype: torch.dtype | None, op: str) -> str | None:
     if collective in POINT_TO_POINT:
-        # The kernels' memory is set up by all ranks together, but only two ranks make this call.
+        # All ranks together set up the kernels' memory, but only two ranks make this call.
         return "point to point: only two ranks call"
     if facts.no_memory is not None:
         return facts.no_memory
@@ -161,7 +161,7 @@ def _why_not_kernels(facts: GroupFacts, collective: str, dtype: torch.dtype | No
 
 
 def _undefined(collective: str, dtype: torch.dtype | None, op: str) -> str | None:
-    """That the type has no such operation, if so."""
+    """The reason why `dtype` has no operation `op`, or None."""
     kind = arguments.DTYPES.get(dtype) if dtype is not None and collective in REDUCTIONS else None
     if kind is None or op in kind.ops:
         return None
@@ -182,7 +182,8 @@ def threshold_of(facts: GroupFacts, collective: str, dtype: torch.dtype | None, 
 
 
 def nccl_threshold(device: str, collective: str, world_size: int) -> int | None:
-    """`threshold_of` by `tables/nccl_threshold.json`. `device`: cpu, cuda, or switch for what an NVSwitch adds."""
+    """`threshold_of` from `tables/nccl_threshold.json`. `device`: cpu, cuda, or switch for calls that NVLS can
+    reduce."""
     for row in limits():
         if row["device"] == device and row["collective"] in (collective, "any") and world_size <= row["world_size"]:
             limit: int | None = row["max_bytes"]
@@ -203,9 +204,9 @@ _MOST_ROUTES = 4096
 class Router:
     """Routes the calls of the group `name`, of which this process is `rank`.
 
-    A `torch.distributed` group and a group of an inference engine share theirs with the communicator of their kernels.
-    `fallback` renames the fallback in routes. `alone`: no computation runs during the calls, so that NVLS's larger
-    threshold holds.
+    A `torch.distributed` group and a group of an inference engine share their router with the communicator of their
+    kernels. `fallback` renames the fallback in routes. `alone`: no computation runs during the calls, so that the
+    larger threshold of NVLS applies.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class Router:
 
     @property
     def facts(self) -> GroupFacts:
-        """The facts that the ranks agreed on. Setting others drops all routes."""
+        """The facts on which the ranks agreed. Setting them drops all routes."""
         return self._facts
 
     @facts.setter
@@ -229,7 +230,7 @@ class Router:
     def choice(
         self, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None, forced: bool = False
     ) -> BackendChoice:
-        """As `decide` of the group's facts, without a log entry."""
+        """As `decide` with the group's facts, without a log entry."""
         key = collective, dtype, op, nbytes, forced
         route = self._routes.get(key)
         if route is None:
@@ -250,7 +251,8 @@ class Router:
         forced: bool = False,
         name: str | None = None,
     ) -> BackendChoice:
-        """The backend of a call that is made now. `log` prints it, of the kernels' calls when their kernel is known."""
+        """The backend of a call that is made now. It is logged; for the kernels only once the kernel is known
+        (`log`)."""
         route = self.choice(collective, dtype, op, nbytes, forced)
         if route.backend != KERNELS:
             self.log(route, (collective, dtype, op, nbytes), name)
@@ -259,7 +261,8 @@ class Router:
     def log(
         self, route: BackendChoice, call: tuple[str, torch.dtype | None, str, int | None], name: str | None = None
     ) -> None:
-        """With TRICOMM_LOG=routing rank 0 prints each distinct route, of the collective as `name`, if there is one."""
+        """With TRICOMM_LOG=routing rank 0 prints each distinct route; `name`, if given, replaces the collective's
+        name."""
         if not self._logs or (route, call, name) in self._logged:
             return
         self._logged.add((route, call, name))

@@ -1,7 +1,7 @@
-"""The launch shape of a kernel: blocks, warps and tile, by a table's row, by rule, or forced by the group's options.
+"""The launch shape of a kernel: blocks, warps and tile; from a table's row, by rule, or forced by the group's options.
 
-Pure functions of facts that all ranks share, as in `selection`. If a kernel cannot use a row's value, the nearest one
-that it can use is taken; a forced one is refused.
+Pure functions of facts that all ranks share, as in `selection`. If a kernel cannot use a row's value, the nearest
+usable value is taken; a forced value is refused.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tricomm.policy.tuning_tables import TableRow
 
 MOST_REGISTERS, COMPACT_REGISTERS = 255, 128
 BESIDE_BLOCKS = 16  # of a group whose calls overlap other kernels
-LARGEST_LL_WARPS = 8  # of compact forms: a word a thread, so tiles of 256 words at most
+LARGEST_LL_WARPS = 8  # of compact forms: a word per thread, so tiles of 256 words at most
 _MOST_RANKS, _MOST_LL_RANKS = 8, 4
-# Kernels without a compact form: compiled for sm_80, sm_90 and sm_100, they would spill. A test compiles the others.
+# Kernels without a compact form, because it would spill on sm_80, sm_90 or sm_100. A test compiles the others.
 _LARGE = frozenset(
     {
         "all_reduce_two_shot_ll",
@@ -27,7 +27,7 @@ _LARGE = frozenset(
         "all_reduce_multicast_simple",
     }
 )
-# Before sm_90 a number that is the same in all threads takes a register in each of them.
+# Before sm_90 a number that is the same in all threads takes a register in each thread.
 _LARGE_BEFORE_90 = frozenset(
     {
         "all_reduce_two_shot_simple",
@@ -41,8 +41,8 @@ _LARGE_BEFORE_90 = frozenset(
 def has_compact_form(kernel: registry.Kernel, device: str, world_size: int) -> bool:
     """True if `kernel` takes at most 128 registers a thread on `device` ("cpu", "sm_90", "cuda") without spilling.
 
-    Then two blocks of 256 threads, of whatever kernels, share a multiprocessor of 65536 registers. A compact form has
-    the tiles of few ranks in flight at once (`COMPACT` in `kernels/specialization.py`).
+    Then two blocks of 256 threads, of any kernels, fit on a multiprocessor with 65536 registers. A compact form has the
+    tiles of few ranks in flight at once (`COMPACT` in `kernels/specialization.py`).
     """
     if device == "cpu":
         return True
@@ -59,15 +59,15 @@ def has_compact_form(kernel: registry.Kernel, device: str, world_size: int) -> b
 
 
 GPU_WARPS = 8
-GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide
-WORDS_PER_WARP = 32  # at least: every thread has a part of each tile, because all of them poll together
+GPU_TILE = 512  # words: two per thread, so that every access is 16 bytes wide
+WORDS_PER_WARP = 32  # at least, because all threads poll together and need a part of each tile
 LL_BLOCKS = 32
-_MANY_RANKS = 8  # the tiles for all of them are in flight at once: half as large ones are enough bytes
-# Words. A switch returns one tile for all ranks, so longer shards take whole tiles: modelled 3 to 9 % faster than half
-# tiles. Handles keep half tiles, because whole ones take from 6 % less to 2 % more time.
+_MANY_RANKS = 8  # from here on tiles are half as large, because tiles of all ranks are in flight at once
+# Words. A switch returns one tile for all ranks, so longer shards use whole tiles: modelled 3 to 9 % faster than half
+# tiles. Handles keep half tiles, because whole ones take between 6 % less and 2 % more time.
 _LONG_SHARD = 2 * MAX_BLOCKS * GPU_TILE
-LEAST_WIRE_TILE = 64  # words of codes: those of a block of 128 elements in each of four planes
-CPU_TILE = 8192  # the interpreter pays per operation, not per element
+LEAST_WIRE_TILE = 64  # words of codes: a block of 128 elements in each of four planes
+CPU_TILE = 8192  # the interpreter's time is per operation, not per element
 
 
 def check_device(device: str, arena: Layout, tile: int | None) -> None:
@@ -83,8 +83,8 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
 
 
 def check_grid(blocks: int | None, most: int, max_blocks: int | None) -> None:
-    """Raises `InvalidArgument` for a forced grid of more than `most` blocks, the number that is surely resident at once
-    (or `max_blocks`): a block that waits for one that is not resident would deadlock."""
+    """Raises `InvalidArgument` for a forced grid of more than `most` blocks, the number that is certainly resident at
+    once (or `max_blocks`): a block that waits for a block that is not resident would deadlock."""
     if blocks is not None and blocks > most:
         limit = "that is Options.max_blocks" if max_blocks == most else "the processors of a rank's share of its GPU"
         raise InvalidArgument(
@@ -94,7 +94,7 @@ def check_grid(blocks: int | None, most: int, max_blocks: int | None) -> None:
 
 
 def registers_of(facts: SelectionFacts, row: TableRow | None) -> int:
-    """Registers a thread that a call may take: few mean the compact form of a kernel."""
+    """The registers per thread that a call may use; few registers select the compact form of a kernel."""
     few = facts.beside or (row is not None and 0 < (row.registers or 0) < MOST_REGISTERS)
     return COMPACT_REGISTERS if few else MOST_REGISTERS
 
@@ -104,8 +104,8 @@ def shape_of(
 ) -> tuple[int, int, int]:
     """Grid, warps and tile for a row of `words`, by `row` or by rule. All inputs are the same on all ranks.
 
-    A GPU's tiles span all threads of a block, so few words take warps away. Under LL tile and warps follow the
-    message: a poll looks at whole tiles, whatever is in them.
+    A GPU's tiles span all threads of a block, so short messages have fewer warps. Under LL tile and warps depend on the
+    message's length, because a poll reads whole tiles, even if they are not full.
     """
     if kernel.pairwise:
         return _shape_of_message(facts, kernel, facts.layout.slot_words(kernel.protocol), words)
@@ -134,7 +134,7 @@ def shape_of(
 
 
 def _tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, widest: int, registers: int) -> int:
-    """`usable_tile`: `widest` words divide the kernel's buffers."""
+    """`usable_tile`, where `widest` words divide the kernel's buffers."""
     least, why = LEAST_WIRE_TILE if kernel.wire else 1, divided(facts)
     if facts.device != "cpu":
         # A plane of wide words is half of their tile, as accesses through a switch are, and has to span all threads.
@@ -145,14 +145,15 @@ def _tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, widest: int
 
 
 def divided(facts: SelectionFacts) -> str:
-    """Why a tile has a largest size."""
+    """The reason, in words, for the largest size of a tile."""
     return f"divide the buffers that Options.arena_bytes={facts.layout.nbytes} leaves"
 
 
 def usable_tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, bounds: tuple[int, int], why: str) -> int:
-    """The tile that a group forces, or `tile` cut to `bounds`, between which the kernel can use it; `why` says so.
+    """The tile that the group forces, or `tile` limited to `bounds`, the sizes that the kernel can use; `why` explains
+    them.
 
-    Raises `InvalidArgument` for a forced one that the kernel cannot use, with those that it can.
+    Raises `InvalidArgument`, with the usable sizes, for a forced tile that the kernel cannot use.
     """
     least, most = bounds
     if facts.tile is None:
@@ -167,11 +168,11 @@ def usable_tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, bound
 
 
 def _short_tile(kernel: registry.Kernel, words: int, world_size: int) -> int:
-    """Words of an LL tile: those of one warp, which needs no barrier to leave a poll, and polls few words a round; more
-    of them if LL_BLOCKS blocks have several tiles each.
+    """Words of an LL tile. It is one warp's, which leaves a poll without a barrier and polls few words a round; larger
+    if LL_BLOCKS blocks have several tiles each.
 
-    Not for two shots of many ranks, whose tiles are polled together: modelled, 1 MiB on 8 H100 takes 9.0 us by tiles of
-    one warp under `ll128`, by tiles of four warps 13.5.
+    Not larger for two shots of many ranks, whose tiles are polled together: modelled, 1 MiB on 8 H100 under `ll128`
+    takes 9.0 us with tiles of one warp and 13.5 us with tiles of four warps.
     """
     tile = WORDS_PER_WARP * kernel.words_per_thread
     grows = kernel.shards is None or world_size < _MANY_RANKS
@@ -181,9 +182,10 @@ def _short_tile(kernel: registry.Kernel, words: int, world_size: int) -> int:
 
 
 def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile: int) -> int:
-    """As many blocks as run at once, or fewer that have no more tiles each: a chunk takes as long as its busiest block.
+    """All blocks that run at once, or the fewest with the same number of tiles in the busiest block, which determines
+    the time of a chunk.
 
-    So from a megabyte on 512 KiB or more are on their way to a GPU's SMs at once: every block has several tiles.
+    So from 1 MiB on, 512 KiB or more are in flight to a GPU's SMs at once, because every block has several tiles.
     """
     room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
     _, chunk = alike(words, room * (facts.world_size if kernel.staged else 1), tile)
@@ -193,7 +195,7 @@ def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile:
 
 
 def _shape_of_message(facts: SelectionFacts, kernel: registry.Kernel, widest: int, words: int) -> tuple[int, int, int]:
-    """`shape_of` for a message, with at most one block a queue."""
+    """`shape_of` for a message, with at most one block per queue."""
     tile = GPU_TILE if facts.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
     tile = _tile(facts, kernel, tile, widest, MOST_REGISTERS)
     queues = facts.layout.queues

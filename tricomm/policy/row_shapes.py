@@ -1,9 +1,9 @@
 """The kernel and the launch shape of an all-reduce of rows with an epilogue: a pure function, as in `selection`.
 
-A block takes whole rows, so a call has one block a row, up to the number that is resident at once. A tile is a row,
-or a shard of one, or a part that the registers of a block hold from all ranks at once. Whether the call is fused at all
-depends on the number of rows only if the group is not batch-invariant. The algorithm may always depend on it, because
-all algorithms give the same bits.
+A block takes whole rows, so a call has one block per row, up to the number that is resident at once. A tile is a row, a
+shard of a row, or the part that a block's registers can hold from all ranks at once. Whether a call is fused may depend
+on the number of rows only if the group is not batch-invariant; the algorithm may always depend on it, because all
+algorithms give the same bits.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tricomm.policy.tuning_tables import TableRow, epilogue_name
 MOST_HIDDEN = 16384
 ROW_BLOCKS = 32  # as LL's
 MOST_FUSED = SelectionFacts.most_fused
-_POLLED = 4096  # words of all ranks that a block's registers hold
+_POLLED = 4096  # words, over all ranks, that a block's registers can hold
 _WORDS_PER_THREAD = 16  # of a row, about: 4 warps for 2048 words
-_FEWER_WORDS = 8  # of codes before sm_90, where numbers that all threads share take their registers: 16 spill
-_WIDE_WARPS = 8  # three planes of eight ranks that are polled at once spill 66 words of 128 registers, none of 255
+_FEWER_WORDS = 8  # with `wire` codes before sm_90, where numbers that all threads share take registers: 16 would spill
+_WIDE_WARPS = 8  # polling three planes of eight ranks at once spills 66 words with 128 registers, none with 255
 _LEAST_TILE = 16  # words, of the interpreter
-# The most tiles of a row, which the code unrolls, that the rules make for up to 16 ranks. In two shots bf16 rows of
-# 8192 of eight ranks take 12 s of a CPU to compile with 16 tiles, 53 s with 32.
+# The most tiles into which the rules divide a row; the code unrolls them. Two shots for bf16 rows of 8192 on eight
+# ranks take 12 s to compile with 16 tiles, 53 s with 32.
 _MOST_TILES = {"one_shot": 16, "two_shot": 32}
 _REGISTERS = 65536
-_FIRST_ARCHITECTURE = 80  # two numbers of 16 bits in one instruction
+_FIRST_ARCHITECTURE = 80  # has instructions for two 16-bit numbers
 
 
 def choose(
@@ -47,8 +47,8 @@ def choose(
     quantize: str = "",
     mode: str = "eager",
 ) -> Choice | str:
-    """The kernel for `rows` rows of `hidden` elements of `bits`, or why none takes them. A table's row gives kernel and
-    shape; without one the rules here do. `forced`: algorithm and protocol, each None if that is left open.
+    """The kernel for `rows` rows of `hidden` elements of `bits`, or why none supports them. A table's row decides
+    kernel and shape, else the rules here. `forced`: algorithm and protocol, each None if it is not forced.
 
     Raises `InvalidArgument` if the group forces a tile that none of these kernels can use.
     """
@@ -85,7 +85,7 @@ def choose(
         raise refused[0]
     if not fits:
         return "; ".join(reasons) or f"there is no fused {registry.name_of(algorithm, protocol)} kernel"
-    # One block polls a row from all ranks: more than it holds at once takes longer than a second hop.
+    # One block polls a row from all ranks. If its registers cannot hold that at once, a second hop is faster.
     short = facts.world_size * hidden * bits // 64 <= _POLLED
     first = sorted(fits, key=lambda fit: (fit[0].algorithm == "one_shot") != short)
     kernel, (blocks, warps, tile) = first[0]
@@ -136,7 +136,7 @@ def _shape(
     quantize: str,
     row: TableRow | None = None,
 ) -> tuple[int, int, int] | str:
-    """(blocks, warps, tile), by `row` as far as it gives them, or why the kernel does not take such rows here.
+    """(blocks, warps, tile), from `row` if it gives them, or why the kernel does not support such rows here.
 
     Raises `InvalidArgument` for a forced tile that it cannot use.
     """
@@ -157,12 +157,12 @@ def _shape(
     least = (WORDS_PER_WARP if gpu else _LEAST_TILE) * (2 if kernel.wide else 1)  # a plane spans a warp
     whole = max(least, _power_of_two(run))
     widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
-    # A word of each plane is a thread's: a tile has the same layout whether it is loaded, polled or stored.
+    # Each thread has a word of each plane, so that a tile has the same layout when it is loaded, polled and stored.
     held = _FEWER_WORDS if gpu and quantize and _architecture(facts) < 90 else _WORDS_PER_THREAD
     warps = _WIDE_WARPS if kernel.wide and held == _WORDS_PER_THREAD else 16
     most = least * min(warps, max(4, _power_of_two(-(-form.ROW // (32 * held))))) if gpu else CPU_TILE
     shortest, why = least, divided(facts)
-    if gpu:  # a row that fits into its buffer has one tile of the longest kind a shard
+    if gpu:  # the longest tile is a shard, if the row fits into its buffer
         while shortest < widest and replace(form, BLOCK=shortest).ROW_TILES > _MOST_TILES[kernel.algorithm]:
             shortest *= 2
         if shortest > least:

@@ -1,7 +1,7 @@
 """The kernel of a call, and the reason: a pure function, so that equal inputs give equal choices on all ranks.
 
-Facts of one rank alone (alignment, contiguity, its rank) take no part in it. Tables are data: the first row that fits
-the collective, the world size and the bytes decides. The user's own table for this kind of box comes first, then the
+Facts of one rank alone (alignment, contiguity, its rank) are not inputs. The first row of a table that fits the
+collective, the world size and the bytes decides: first of the user's table for this kind of machine, then of the
 shipped one (`tables/default.json`).
 """
 
@@ -30,8 +30,8 @@ from tricomm.policy.tuning_tables import ShippedTable, TableRow, read_table, shi
 _IN_ORDER = "batch-invariant: in rank order, rounded once, whatever the size, kernel, chunk and grid"
 _SEVERAL = "the ranks' GPUs are of several architectures, or some have a Triton before 3.9"
 _NO_SUM = "batch-invariant: nothing is reduced"
-_OPTION = "wire"  # in place of a table's name, with row -1
-# Bytes from which a quantised all-reduce takes less time than another one: modelled, for bf16 on 4 and 8 ranks.
+_OPTION = "wire"  # used as a table's name, with row -1
+# Bytes from which a quantised all-reduce is faster than any other: modelled, for bf16 on 4 and 8 ranks.
 _WIRE_FROM = {"sm_90": 2 << 20, "sm_100": 4 << 20}
 _WIRE_FROM_ELSEWHERE = 1 << 20
 _SAME_LINKS = {"sm_103": "sm_100"}  # B300 has the links of B200
@@ -43,9 +43,9 @@ class Choice:
 
     `blocks` and `warps` are the grid and the warps of a block, `block` the 64-bit words of a tile. `table` and `row`
     name the row that decided (`row` is None if the caller forced the kernel), `runner_up` the kernel of the next row
-    that fits. `zero_copy`: peers read the input in place. `route` is the backend: kernels, or nccl. NCCL makes its own
-    choice: algorithm and protocol are "nccl" then. `fused`: the kernel normalises, too, in an all_reduce_rms_norm; if
-    it does not, the choice is the one for the all-reduce before it.
+    that fits. `zero_copy`: peers read the input in place. `route` is the backend: kernels, or nccl. For NCCL, which
+    makes its own choice, algorithm and protocol are "nccl". `fused`: an all_reduce_rms_norm in one kernel; if it is not
+    fused, the choice is that for its all-reduce.
     """
 
     collective: str
@@ -65,7 +65,7 @@ class Choice:
 
     @property
     def counted_as(self) -> str:
-        """The algorithm in the statistics: of an all_reduce_rms_norm it says if that was not fused."""
+        """The algorithm in the statistics; for an all_reduce_rms_norm it also shows that the call was not fused."""
         plain = self.fused or self.collective != "all_reduce_rms_norm" or self.route != "kernels"
         return self.algorithm if plain else f"unfused_{self.algorithm}"
 
@@ -95,10 +95,10 @@ def choose(
 ) -> Choice:
     """The kernel for `nbytes` bytes of input per rank (or of the root), elements of `bits`, in `mode` eager or graph.
 
-    `algorithm` and `protocol` force one. `zero_copy` names the algorithms that take symmetric handles as they are
-    passed, first the one that needs no switch; the choice is between them. Raises `InvalidArgument` for a collective,
-    algorithm or protocol that does not exist, with those that do, for one that these devices' links do not carry, and
-    for one that does not reduce in rank order if the group is batch-invariant.
+    `algorithm` and `protocol` force one. `zero_copy` names the algorithms that support the symmetric handles of the
+    call, first the one that needs no switch; one of them is chosen. Raises `InvalidArgument` for a collective,
+    algorithm or protocol that does not exist (the message lists the existing ones), that the links between these
+    devices do not support, or that does not reduce in rank order if the group is batch-invariant.
     """
     kind = collective_specs.find(collective)
     for name, value in (("algorithm", algorithm), ("protocol", protocol)):
@@ -125,7 +125,8 @@ def choose(
         candidates = _wired(facts, fits, nbytes, candidates)
     table, number, row, kernel = candidates[0] if candidates else ("none", -1, None, fits[0])
     second = next((k for _, _, _, k in candidates[1:] if k != kernel), None)
-    words = -(-nbytes // (bits if kernel.wire else 8))  # of codes: a tile has as many, whatever the elements
+    # with `wire` in words of codes, whose number does not depend on the type
+    words = -(-nbytes // (bits if kernel.wire else 8))
     registers = registers_of(facts, row)
     shape = shape_of(facts, kernel, -(-words // kind.rows_in(facts.world_size)), row)
     forced = [f"{n}={v}" for n, v in (("algorithm", algorithm), ("protocol", protocol)) if v is not None]
@@ -156,7 +157,7 @@ _Candidate = tuple[str, int, TableRow, registry.Kernel]
 def _wired(
     facts: SelectionFacts, fits: list[registry.Kernel], nbytes: int, candidates: list[_Candidate]
 ) -> list[_Candidate]:
-    """`candidates` of a group with `wire`: first its rows of the user's table, then the rule of `wire_from`."""
+    """The candidates of a group with `wire`: first its rows of the user's table, then the rule of `wire_from`."""
     rows, least = [each for each in candidates if each[2].wire], wire_from(facts)
     for kernel in fits if least is not None and nbytes >= least else ():
         if kernel.wire:
@@ -167,9 +168,9 @@ def _wired(
 
 
 def wire_from(facts: SelectionFacts) -> int | None:
-    """Bytes of input from which the calls of a group with `facts.wire` are quantised; None: no size is.
+    """Bytes of input from which the calls of a group with `facts.wire` are quantised; None: never.
 
-    With only one leg quantised, calls gain from twice that size on, and are slower than through a switch.
+    With only one leg quantised, calls gain only from twice that size on, and NVLS is faster.
     """
     if not facts.wire or _why_not(facts, _kernel_of(facts.wire)):
         return None
@@ -200,8 +201,8 @@ def why_not_multicast(device: str, reason: str) -> str:
 
 
 def for_reduction(facts: SelectionFacts, collective: str, dtype: Dtype, op: str) -> SelectionFacts:
-    """The facts of a call of `collective` on `dtype` by `op`, because a switch reduces, and `wire` quantises, only some
-    types by some operations."""
+    """`facts` for a call of `collective` on `dtype` by `op`: without the switch or `wire` if these do not support that
+    type and operation."""
     if facts.wire and not quantises(dtype, op):
         facts = replace(facts, wire="")
     if facts.no_multicast or not collective_specs.find(collective).reduces or op not in dtype.ops:
@@ -210,12 +211,13 @@ def for_reduction(facts: SelectionFacts, collective: str, dtype: Dtype, op: str)
 
 
 def nccl(collective: str, reason: str) -> Choice:
-    """The choice of a call that NCCL runs, because of `reason`."""
+    """The choice for a call that NCCL runs, because of `reason`."""
     return Choice(collective, "nccl", "nccl", 0, 0, 0, reason, "nccl_threshold", None, route="nccl")
 
 
 def unfused(collective: str, choice: Choice, why: str) -> Choice:
-    """The choice of a fused `collective` that runs as an all-reduce, by `choice`, and torch, because of `why`."""
+    """The choice for a fused `collective` that is not fused, because of `why`: an all-reduce by `choice`, then
+    torch."""
     reason = f"not fused, an all_reduce and torch: {why}"
     if choice.route == "kernels":
         reason += f"; its all_reduce: {choice.reason}"
@@ -225,8 +227,8 @@ def unfused(collective: str, choice: Choice, why: str) -> Choice:
 def _usable(
     facts: SelectionFacts, what: str, known: list[registry.Kernel], algorithm: str | None, protocol: str | None
 ) -> list[registry.Kernel]:
-    """The kernels among `known` that fit what the caller has forced and that run here, one at least. Raises
-    `InvalidArgument` with the reason why the first one of them does not, and with those that do."""
+    """The kernels among `known` that match the forced names and run here. If there is none, raises `InvalidArgument`
+    with the reason why the first match does not run, and with the kernels that do."""
     named = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
     fits = [k for k in named if not _why_not(facts, k)]
     if fits:
@@ -240,7 +242,7 @@ def _usable(
 
 
 def _why_not(facts: SelectionFacts, kernel: registry.Kernel) -> str:
-    """Why `kernel` does not run here, as the end of a sentence; empty if it does."""
+    """The reason why `kernel` does not run here, as the end of a sentence; empty if it does."""
     if kernel.needs_cube and facts.world_size != registry.CUBE_RANKS:
         here = f"{facts.world_size} ranks, topology {facts.topology or 'unknown'}"
         return f"needs {registry.CUBE_RANKS} ranks on a hybrid cube mesh; here are {here}"
@@ -264,7 +266,7 @@ def _why_not(facts: SelectionFacts, kernel: registry.Kernel) -> str:
 
 
 def check_wire(facts: SelectionFacts) -> None:
-    """Raises `InvalidArgument` if these devices do not quantise as `facts.wire` says."""
+    """Raises `InvalidArgument` if these devices do not support `facts.wire`."""
     _refuse_wire(facts.wire, why_not_wire(facts, _kernel_of(facts.wire)))
 
 
@@ -299,8 +301,8 @@ def why_not_wire(facts: SelectionFacts, kernel: registry.Kernel) -> str | None:
 
 
 def has_wide_words(facts: SelectionFacts, collective: str, forced: bool) -> bool:
-    """True if this compiler and these devices have wide words; if they have not, and a caller has forced them, raises
-    `InvalidArgument` with a protocol of `collective` that they have."""
+    """True if this compiler and these devices support wide words. If not, and `forced`, raises `InvalidArgument` with a
+    protocol of `collective` that they support."""
     reason = None
     if facts.device == "cuda":
         reason = _SEVERAL
@@ -321,7 +323,7 @@ def _promise(facts: SelectionFacts, kernel: registry.Kernel) -> str:
 
 
 def limits(facts: SelectionFacts, collective: str) -> list[int]:
-    """The sizes in bytes at which some row for `collective` ends, or the next byte begins one: between two of them the
+    """The sizes in bytes at which a row for `collective` ends, or one byte before a row begins. Between two of them the
     kernel is the same."""
     rows = [row for _, _, row in table_rows(facts, collective, None, "eager", 32)]
     ends = {row.max_bytes for row in rows} | {row.min_bytes - 1 for row in rows if row.min_bytes > 1}
@@ -337,10 +339,10 @@ def table_rows(
     epilogue: str | None = None,
     zero_copy: bool = False,
 ) -> list[tuple[str, int, TableRow]]:
-    """Rows that fit, each with its table's name and its number in the table: first the user's rows, then the rows of
-    the first shipped table for these devices. The first one decides. `nbytes` None: rows of any sizes.
+    """The rows that fit, each with its table's name and its number in the table: first rows of the user's table, then
+    of the first shipped table for these devices. The first row decides. `nbytes` None: rows for all sizes.
     """
-    collective = "send" if collective == "recv" else collective  # a message's two halves have one row
+    collective = "send" if collective == "recv" else collective  # both halves of a message have one row
     tables, kind = [(facts.tuned_name, facts.tuned)], _SAME_LINKS.get(facts.device, facts.device)
     for table in shipped_tables():
         device = table.device == kind or (table.device == "cuda" and facts.device != "cpu")

@@ -24,7 +24,7 @@ class SelectionFacts:
     tuned_name: str = ""
     batch_invariant: bool = False  # only kernels that reduce in rank order
     beside: bool = False  # the group's calls overlap other kernels, so only compact forms are chosen
-    wire: str = ""  # how calls that gain by it are quantised on the links; empty: none is
+    wire: str = ""  # how calls that get faster by it are quantised on the links; empty: none is
     no_dependent_launch: str = "no group has agreed on it"  # why no kernel is a dependent launch
     no_multicast: str = "its memory has no multicast address"  # why not through the switch; empty if that is possible
-    most_fused: int = 2 << 20  # bytes of a fused call: beyond that an all-reduce and a norm take less time
+    most_fused: int = 2 << 20  # bytes of a fused call; above this a separate all-reduce and norm are faster

@@ -1,7 +1,7 @@
-"""Tuning tables: which kernel, of which shape, up to how many bytes; and their JSON form.
+"""Tuning tables, which give the kernel and its launch shape by size; and their JSON form.
 
-The shipped tables are rules for kinds of boxes; a tuned one was measured on one kind of box and is for no other. A
-user's file, which may have any content, is checked against the same classes and against limits.
+The shipped tables are rules for kinds of machines. A tuned table is used only on the kind of machine on which it was
+measured. A user's file may have any content, so it is checked against these classes and against limits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import MAX_BLOCKS, MAX_WORLD_SIZE
 
-KERNELS = 4  # counts changes of the kernels that make old measurements void
+KERNELS = 4  # counts changes of the kernels that invalidate old measurements
 MAX_BYTES = 4 << 20  # of a file: thousands of rows
 _SCHEMA = 2
 _MOST_TEXT = 256
@@ -45,7 +45,7 @@ def epilogue_name(hidden: int, quantize: str) -> str:
 
 @dataclass(frozen=True)
 class TableRow:
-    """For up to `world_size` ranks and `min_bytes` to `max_bytes` bytes of input per rank (None: any), this kernel.
+    """The kernel for up to `world_size` ranks and `min_bytes` to `max_bytes` bytes of input per rank (None: any).
 
     `mode` (eager or graph), `bits` (of an element that is reduced), `beside` (whether the group's calls overlap other
     kernels), `wire` (of groups with that option) and `epilogue` (`epilogue_name`, of an all_reduce_rms_norm) narrow it,
@@ -91,7 +91,7 @@ class TableRow:
 
     @property
     def group(self) -> tuple[str, int | None, str | None, bool | None, str | None, bool, str | None]:
-        """Rows of one group are compared and replaced together, whatever their sizes."""
+        """Rows of one group, of all sizes, are compared and replaced together."""
         return self.collective, self.bits, self.mode, self.beside, self.epilogue, self.zero_copy, self.wire
 
 
@@ -149,7 +149,7 @@ class TunedTable:
 
     @property
     def simulated(self) -> bool:
-        """Whether the times are of a CPU: those of Triton's interpreter, and for it alone."""
+        """Whether the times were measured on a CPU, in Triton's interpreter; then only ranks on a CPU use the table."""
         return self.fingerprint.device == "cpu"
 
     @property
@@ -159,7 +159,7 @@ class TunedTable:
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that differ if two ranks would choose differently."""
+        """32 bytes that differ between tables by which two ranks might choose differently."""
         return _digest([self.name, [asdict(row) for row in self.rows]]).digest()
 
 
@@ -170,13 +170,13 @@ def shipped(text: bytes) -> tuple[ShippedTable, ...]:
 
 
 def _digest(values: Any) -> hashlib._Hash:
-    """By the standard library, so that ranks with other packages installed get the same digest."""
+    """Uses only the standard library, so that ranks with different packages get the same digest."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
 @dataclass(frozen=True)
 class _TunedFile:
-    """The JSON form of a `TunedTable`. `simulated` repeats for people that the device is a CPU."""
+    """The JSON form of a `TunedTable`. `simulated` shows readers that the device is a CPU."""
 
     schema: int
     kernels: int

@@ -1,6 +1,6 @@
-"""A user's own tuning tables: one file for each kind of box, in the XDG cache directory or TRICOMM_TUNING_DIR.
+"""A user's tuning tables: one file for each kind of machine, in the XDG cache directory or TRICOMM_TUNING_DIR.
 
-All ranks of a group use the same one, or none: if they find different ones, the shipped tables decide on all.
+All ranks of a group use the same table, or none: if they find different ones, the shipped tables decide on all.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def folder() -> Path:
 
 
 def path(fingerprint: Fingerprint) -> Path:
-    """The file of a kind of box; the digest names it, the rest is for people."""
+    """The file of a kind of machine; the digest identifies it, the rest of the name is for readers."""
     words = re.sub(r"[^a-z0-9]+", "-", (fingerprint.gpu or fingerprint.device).lower()).strip("-")[:40]
     return folder() / f"{words}-w{fingerprint.world_size}-{fingerprint.digest}.json"
 
 
 def fingerprint(kind: str, device: torch.device, world_size: int, topology: Topology | None) -> Fingerprint:
-    """The kind of box that `world_size` ranks run on. `kind` is their devices' architecture, or cpu."""
+    """The kind of machine on which `world_size` ranks run. `kind` is the architecture of their devices, or cpu."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     links = ("", "") if topology is None else (topology.kind, topology.digest)
     return Fingerprint(kind, gpu, world_size, *links)
@@ -51,7 +51,7 @@ def found() -> list[Path]:
 
 
 def read(file: Path, named: bool = False) -> TunedTable:
-    """The table in `file`, if it belongs to this user or root; `named` on the command line: whoever it belongs to.
+    """The table in `file`, which must belong to this user or root unless it was `named` on the command line.
 
     Raises `InvalidArgument` that names it and the mistake.
     """
@@ -64,7 +64,7 @@ def read(file: Path, named: bool = False) -> TunedTable:
 
 
 def load(wanted: Fingerprint) -> TunedTable | None:
-    """The table of this kind of box; None, with a warning, for one that is broken or was measured on another kind."""
+    """The table of this kind of machine; None, with a warning, if it is broken or was measured on another kind."""
     file = path(wanted)
     if not os.path.lexists(file):  # also if its directory may not be entered
         return None
@@ -82,7 +82,7 @@ def load(wanted: Fingerprint) -> TunedTable | None:
 
 
 def save(tuned: TunedTable) -> Path:
-    """Write the table where `load` finds it, whole or not at all; `undo` takes it back.
+    """Write the table atomically to the file that `load` reads; `undo` reverts it.
 
     Raises `ResourceError` if it cannot be written.
     """
@@ -107,8 +107,8 @@ def in_use(file: Path) -> bool:
 
 
 def undo(file: Path) -> bool:
-    """Take the last `save` of this table back: True if the table before it is in force again, False if there was none,
-    and `file` is removed. Raises `ResourceError` if nothing can be changed there."""
+    """Undo the last `save` of this table: True if the previous table is restored, False if there was none and `file` is
+    removed. Raises `ResourceError` if nothing can be changed there."""
     try:
         with files.locked(f"{file}.lock", _PATIENCE):
             if _before(file).exists():
