@@ -2,7 +2,7 @@
 
 `Communicator.all_reduce` asks `policy.selection` (a pure function) for a kernel, keeps the launch plan, and launches
 one kernel of `tricomm.kernels`, which writes to peers' mailboxes in the arena that `tricomm.store` shares.
-`tricomm.perf` measures all of that.
+`tricomm.perf` measures them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The command `tricomm`, also as `python -m tricomm`. Without the extra `cli` it says that it needs it."""
+"""The command `tricomm`, also as `python -m tricomm`. Without the extra `cli` it prints that it is needed."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ def operation(op: Any) -> str:
 
 
 def check_tensor(x: Any, device: torch.device, what: str) -> None:
-    """Refuse a tensor that no backend can take, before anything is sent; raises `InvalidArgument`.
+    """Raises `InvalidArgument`, before anything is sent, for a tensor that no backend supports.
 
-    Which backend takes its dtype, if any, is decided by `policy.backend_choice`.
+    `policy.backend_choice` decides which backend supports its dtype, if any.
     """
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
@@ -81,18 +81,17 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
 
 
 def look(*tensors: torch.Tensor, uneven: bool = False) -> Callable[..., bool]:
-    """A check of other tensors, in one call of C: whether they are like `tensors`, which have passed the checks of this
-    module, in type, dtype, device, shape, strides, kind (sparse, negated, wrapped, of inference) and whether they
-    require grad, in the same modes of the caller. It sees neither how much memory there is nor where it is. With
-    `uneven` it does not see dimension 0."""
+    """A function that checks in one C call whether other tensors are like `tensors`, which have passed the checks of
+    this module: in type, dtype, device, shape, strides, kind (sparse, negated, wrapped, inference), requires_grad, and
+    modes of the caller. It checks neither the amount of memory nor its address, and with `uneven` not dimension 0."""
     shapes: list[Any] = [[None, *t.shape[1:]] if uneven else list(t.shape) for t in tensors]
     strides: list[Any] = [list(t.stride()) for t in tensors]
     return guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
 def allocator(like: torch.Tensor, uneven: bool = False) -> Callable[..., torch.Tensor]:
-    """Makes contiguous tensors like `like` on the current device, in half the time of `torch.empty`. With `uneven` it
-    takes the size of dimension 0."""
+    """A function that allocates contiguous tensors like `like` on the current device, in half the time of
+    `torch.empty`. With `uneven` its argument is the size of dimension 0."""
     shape, strides, dtype = tuple(like.shape), tuple(like.stride()), like.dtype
     make = getattr(guards, f"_empty_strided_{like.device.type}")
     if uneven:
@@ -101,7 +100,7 @@ def allocator(like: torch.Tensor, uneven: bool = False) -> Callable[..., torch.T
 
 
 def allocated(what: str, make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
-    """`make(*args, **options)`, memory of a call that is not sent yet. Raises `ResourceError` if there is none: the
+    """`make(*args, **options)`, which allocates memory before a call is sent. Raises `ResourceError` if that fails; the
     group stays usable, and a corrected call of this rank joins the peers that wait."""
     try:
         return make(*args, **options)
@@ -116,8 +115,7 @@ def allocated(what: str, make: Callable[..., torch.Tensor], *args: Any, **option
 
 
 def check_writable(x: torch.Tensor, what: str) -> None:
-    """Refuse a tensor with several elements in the same memory, which cannot take a result; raises
-    `InvalidArgument`."""
+    """Raises `InvalidArgument` for an output that has several elements in the same memory."""
     if x.is_contiguous():
         return
     reach = 0
@@ -143,14 +141,14 @@ def check_size(what: str, name: str, x: torch.Tensor, numel: int, because: str) 
 
 
 def _extent(x: torch.Tensor) -> int:
-    """Elements from the first to the last one that `x` reaches."""
+    """The number of elements between the first and the last one in memory, both included."""
     if x.is_contiguous():
         return x.numel()
     return 0 if x.numel() == 0 else 1 + sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))
 
 
 def check_output(out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, what: str) -> None:
-    """Refuse an output of another shape or dtype, or one that is not contiguous; raises `InvalidArgument`."""
+    """Raises `InvalidArgument` for an output of another shape or dtype, or one that is not contiguous."""
     if out.dtype != x.dtype:
         raise InvalidArgument(f"{what}: out has dtype {out.dtype}, the input {x.dtype}")
     if tuple(out.shape) != shape:
@@ -160,14 +158,14 @@ def check_output(out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, wha
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the memory between the first and the last element of `a` and of `b` has a byte in common."""
+    """Whether the memory ranges from the first to the last element of `a` and of `b` overlap."""
     ends = [x.data_ptr() + _extent(x) * x.itemsize for x in (a, b)]
     return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
 
 
 def check_apart(part: torch.Tensor, whole: torch.Tensor, what: str, row: int | None) -> None:
-    """Refuse an output that overlaps the input; raises `InvalidArgument`. In place is allowed: `part`, the one with
-    fewer rows, may be row number `row` of `whole` (None: it may not)."""
+    """Raises `InvalidArgument` for an output that overlaps the input. In-place calls are allowed: `part`, the tensor
+    with fewer rows, may be row `row` of `whole` (None: it may not)."""
     contiguous = part.is_contiguous() and whole.is_contiguous()
     in_place = row is not None and part.data_ptr() == whole.data_ptr() + row * part.nbytes and contiguous
     if not in_place and overlap(part, whole):
@@ -181,7 +179,7 @@ def fingerprint(*facts: Any) -> int:
 
 
 def members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArgument | None]:
-    """The ranks of a split, and what is wrong with them, if anything."""
+    """The ranks of a split, and the error if they are invalid, else None."""
     chosen = tuple(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
     whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in chosen)
     if not chosen or not whole or len(set(chosen)) < len(chosen):

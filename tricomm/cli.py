@@ -1,6 +1,6 @@
-"""The `tricomm` command: its parts, and the errors that none of them has handled.
+"""The `tricomm` command: its subcommands, and the errors that they do not handle.
 
-A command imports what it needs when it runs: the other commands must not pay for it, nor fail with it.
+A command imports its modules when it runs, so that they neither slow down other commands nor make them fail.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
         click.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader has ended, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered would fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushing buffered output would fail again
         sys.exit(FAILED)
     except OSError as error:
         click.echo(f"tricomm: {error}", err=True)

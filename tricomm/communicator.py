@@ -50,7 +50,7 @@ from tricomm.topology.model import Topology
 
 log = logging.getLogger("tricomm")
 _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_kept: list[Communicator] = []  # closed, but a kernel may still use their memory
+_kept: list[Communicator] = []  # closed communicators whose memory a kernel may still use
 
 
 class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, TuningMethods):
@@ -61,7 +61,8 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
     there is none, where the kernels run under Triton's interpreter. `timeout` (seconds or timedelta; default:
     `options.timeout`) bounds each call, and the rendezvous if there is no `meeting_timeout` (seconds).
 
-    On GPUs NCCL runs what the kernels do not: other types and sizes, groups that span nodes or cannot share memory.
+    On GPUs NCCL runs calls that the kernels do not: other types and sizes, and calls of groups that span nodes or
+    cannot share memory.
 
     Raises `RendezvousError` if the ranks do not meet or disagree, `ResourceError` if memory or peer access is refused
     and NCCL cannot be used (on every rank, or on none), `InvalidArgument` for bad arguments.
@@ -84,7 +85,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
 
     @classmethod
     def _behind(cls, store: Store, terms: Terms) -> Self:
-        """A communicator of the calls that `terms.router` sends to the kernels."""
+        """A communicator for the calls that `terms.router` sends to the kernels."""
         comm = cls.__new__(cls)
         comm._meet(store, terms)
         return comm
@@ -95,7 +96,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
             group = Group(shared, terms.device, terms.timeout, terms.options, PROCESSES)
             self._assemble(undo, group, store, terms.router)
             self._release_if_dropped()
-            # Every rank has the communicator, or none.
+            # Every rank gets the communicator, or none does.
             if recovery is None:
                 group.recorder.place(shared.control.exchange(group.recorder.job_rank(), WHAT, terms.timeout))
                 return
@@ -109,7 +110,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
         set_up(make)
 
     def _release_if_dropped(self) -> None:
-        """From now on release the group if this object is collected without `close`."""
+        """From now on release the group if this object is garbage-collected without `close`."""
         if self._gpu is None:  # a GPU may still run kernels
             release = partial(self._group.drop, self._monitor.stop)
             self._dropped = weakref.finalize(self, self._monitor.abandon, release)
@@ -126,7 +127,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
         options: Options,
         runtime: Runtime,
     ) -> Self:
-        """A communicator over memory that is shared already; it takes over `control` and `arena`."""
+        """A communicator over memory that is shared already; it owns `control` and `arena`."""
         comm, options = cls.__new__(cls), with_environment(options)
         missing, exact = "there is no other backend behind the kernels here", options.batch_invariant
         routes = GroupFacts(device.type, control.world_size, 1, None, None, missing, batch_invariant=exact)
@@ -137,11 +138,11 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
     def _assemble(
         self, undo: ExitStack, group: Group, store: Store | None = None, router: Router | None = None
     ) -> None:
-        """Make what a communicator consists of, each part over those before it; the monitor starts last."""
+        """Make the parts of a communicator, each from the parts before it; the monitor starts last."""
         self._group, self._gpu, self._splits = group, group.gpu, 0
         self._dropped, self._retired = None, list[Planner]()
-        self._store = store  # kept alive: if this rank hosts it, another one may still be at the rendezvous
-        self.stream: Any = None  # a rank's own, if all ranks are in one process
+        self._store = store  # kept alive: if this rank hosts it, another rank may still be in the rendezvous
+        self.stream: Any = None  # this rank's stream, if all ranks are in one process
         tuned = group.runtime.table(group.control, group.fingerprint, group.timeout)
         monitor = group.runtime.monitor(group.control, group.timeout, group.options.stall_timeout)
         undo.callback(monitor.stop)
@@ -167,12 +168,13 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
 
     @guarded
     def split(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of `ranks` of this one, in that order; called by all ranks with the same list.
+        """A communicator of these `ranks`, in that order; called by all ranks with the same list.
 
-        Members get it, with this one's device, timeout and options, and close it themselves; the others get None. Its
-        calls are not ordered with this one's: `split(range(world_size))` is for calls at the same time. The
-        ranks meet over this communicator's store, which has to be alive. Raises `InvalidArgument` on all ranks for a
-        bad list, or one that differs between ranks (the group stays usable), and otherwise as `Communicator` does.
+        Members get it, with the device, timeout and options of this communicator, and must close it; other ranks get
+        None. Its calls are not ordered with calls of this communicator, so `split(range(world_size))` is for concurrent
+        calls. The ranks meet over this communicator's store, which has to be alive. Raises `InvalidArgument` on all
+        ranks for a bad list, or one that differs between ranks (the group stays usable), and otherwise as
+        `Communicator` does.
         """
         group = self._group
         self._faults.check_usable()
@@ -220,7 +222,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._group.world_size
 
     @property
@@ -235,7 +237,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
 
     @property
     def options(self) -> Options:
-        """The options that were given, and those that the environment sets for every group."""
+        """The options, including those that the environment sets for every group."""
         return self._group.options
 
     @property
@@ -245,7 +247,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
 
     @property
     def simulated(self) -> bool:
-        """Whether there is no GPU, and a CPU runs the kernels: no time measured there says anything about a GPU."""
+        """Whether a CPU interprets the kernels; then times say nothing about a GPU."""
         return self._group.device.type != "cuda"
 
     @property
@@ -255,7 +257,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
 
     @property
     def kind(self) -> str:
-        """How memory is shared: posix_shm, cuda_vmm, cuda_ipc or local; none if NCCL serves every call."""
+        """The kind of shared memory: posix_shm, cuda_vmm, cuda_ipc or local; none if NCCL runs every call."""
         return self._group.arena.kind
 
     @property
@@ -265,7 +267,8 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
 
     @property
     def group_table(self) -> torch.Tensor:
-        """int64 tensor that `tricomm.kernels.primitives` take as `group`: this rank's number, and its peers' memory."""
+        """int64 tensor, the argument `group` of `tricomm.kernels.primitives`: this rank's number, and the addresses of
+        its peers' memory."""
         return self._group.table
 
     def __repr__(self) -> str:
@@ -279,7 +282,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, KeyboardInterrupt):  # between two calls: tell its cause before the group is closed
+        if isinstance(error, KeyboardInterrupt):  # between two calls: record the cause before the group is closed
             self._faults.interrupted(error)
         self.close()
 
@@ -287,8 +290,8 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
     def close(self) -> None:
         """Leave the group and release everything. Idempotent; a forked child's copy is only marked as closed.
 
-        If calls were captured in a CUDA graph, memory stays allocated until the process ends: a replay is then
-        harmless, but its output is undefined.
+        If calls were captured in a CUDA graph, memory stays allocated until the process ends, so that a replay is
+        harmless; its output is undefined.
         """
         try:
             self._close(again=False)  # noqa: E701
@@ -298,7 +301,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
             raise
 
     def _close(self, again: bool) -> None:
-        """Every step may be repeated: the one before may have been interrupted."""
+        """Every step can be repeated, because an earlier `close` may have been interrupted."""
         group, monitor = self._group, self._monitor
         if group.closed and not again:
             return
@@ -308,9 +311,9 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
             return
         if not self._launcher.drained():
             log.error("%s: a kernel has not left within %g s; its memory is kept", self, LEAVE_SECONDS)
-            if not group.simulated:  # interpreted, its own thread holds on to the group
+            if not group.simulated:  # when interpreting, the calling thread keeps the group alive
                 _kept.append(self)
-            if monitor.fault is None:  # else the peers have been told already
+            if monitor.fault is None:  # otherwise the peers have been told already
                 group.control.set_state(RankState.CLOSED)
             monitor.stop()
             return
@@ -320,7 +323,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
             if group.recovering.acquire(timeout=LEAVE_SECONDS):  # another thread's replace may use the memory
                 undo.callback(group.recovering.release)
             if self._launcher.captured:
-                _kept.append(self)  # with the plans, because these hold what kernels read
+                _kept.append(self)  # including the plans, because they hold memory that kernels read
                 group.leave_to_graphs(undo)
                 undo.callback(monitor.stop)
                 return
@@ -352,14 +355,14 @@ def join(
     *,
     meeting_timeout: float | None = None,
 ) -> Communicator:
-    """A communicator of this new process, which takes the place of the lost `rank` of a group of `world_size` ranks.
+    """The communicator of a new process that takes the place of the lost `rank` of a group of `world_size` ranks.
 
-    The ranks that are left call `Communicator.replace`; until then, for `meeting_timeout` seconds at most, this waits.
-    All of them use the same `store`. The arguments mean what they mean for `Communicator`; pass the group's options.
-    Symmetric handles and CUDA graphs are made as in a new group.
+    It waits, for `meeting_timeout` seconds at most, until the ranks that are left call `Communicator.replace` with the
+    same `store`. The arguments are those of `Communicator`; pass the group's options. Make symmetric handles and CUDA
+    graphs as in a new group.
 
-    Raises as `Communicator`, also if all ranks are new. Of several processes for one place the first one takes it; the
-    others wait until the place is lost again, and raise `RendezvousError` if it is not.
+    Raises as `Communicator`, also if all ranks are new. If several processes join for one place, the first one gets it;
+    the others wait until it is lost again, and raise `RendezvousError` if it is not.
     """
     check_rank(rank, world_size)
     terms = bootstrap.terms(rank, world_size, device, timeout, with_environment(options), meeting_timeout)
@@ -378,12 +381,12 @@ def init(
 ) -> Communicator:
     """Meet at `url` ("env://", "tcp://host:port" or "file:///path") and return a communicator.
 
-    `rank` and `world_size` are read from the URL's query, these arguments, or RANK and WORLD_SIZE; torchrun sets
-    everything that "env://" needs. A store hosted here listens on the given address only. Raises `InvalidArgument`,
+    `rank` and `world_size` are read from the URL's query, these arguments, or RANK and WORLD_SIZE; torchrun sets all
+    variables for "env://". A store hosted here listens on the given address only. Raises `InvalidArgument`,
     `RendezvousError` or `ResourceError`.
     """
     limit = (options or Options()).timeout if timeout is None else seconds(timeout, "timeout")
-    chosen = pick_device(device)  # a mistake here is told before the rendezvous
+    chosen = pick_device(device)  # so that a mistake raises before the rendezvous
     began = time.monotonic()
     try:
         store, rank, world_size = open_store(url, rank, world_size, limit)

@@ -1,8 +1,8 @@
 """The only access to NVIDIA's Python bindings (`cuda.bindings`); refuses versions that would stop the monitor.
 
-Before 12.9.1, and before 13.0.0 in the line of CUDA 13, the bindings keep Python's GIL during a driver call. A call
-that blocks (synchronise, free, unmap, load, a launch on a full queue) then stops every thread of the process, among
-them the monitor that ends kernels whose peer is gone: both wait for each other without a limit.
+Before 12.9.1, and before 13.0.0 in the CUDA 13 line, the bindings keep Python's GIL during a driver call. A call that
+blocks (synchronise, free, unmap, load, a launch on a full queue) then stops every thread of the process, including the
+monitor that ends kernels whose peer is gone, so both wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load_bindings(name: str) -> Any:
 
 
 def bindings_version() -> str | None:
-    """The version of the bindings that this process imports; None if there are none, "" if they do not say it."""
+    """The version of the bindings that this process imports; None if there are none, "" if their version is unknown."""
     try:
         module = importlib.import_module("cuda.bindings")
     except ImportError:
@@ -48,7 +48,7 @@ def bindings_version() -> str | None:
 
 
 def refusal(version: str | None) -> str | None:
-    """Why the bindings of this version must not be used, in words that name what is needed; None if they may.
+    """The reason why bindings of this version must not be used, with the version that is needed; None if they may.
 
     A version that cannot be read is refused, because it may not release the GIL. None (no bindings) is not
     refused here. A post-release or a local version counts as the version itself.

@@ -1,4 +1,4 @@
-"""Waiting with a limit: a deadline that several waits share, and polling."""
+"""Waits with a limit: a deadline that several waits share, and polling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TimeSource(Protocol):
 
 
 class Deadline:
-    """The time that is `seconds` from now, by `time.monotonic`."""
+    """A deadline `seconds` from now, by `time.monotonic`."""
 
     def __init__(self, seconds: float) -> None:
         self._began, self._end = time.monotonic(), time.monotonic() + seconds

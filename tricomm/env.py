@@ -24,12 +24,12 @@ def text(name: str) -> str | None:
 
 
 def unknown(names: Container[str]) -> list[str]:
-    """The variables of the environment that begin as tricomm's do and are none of `names`."""
+    """The variables of the environment that begin like tricomm's and are not in `names`."""
     return sorted(name for name in os.environ if name.startswith("TRICOMM_") and name not in names)
 
 
 def beginning(*prefixes: str) -> dict[str, str]:
-    """The variables of the environment that begin so."""
+    """The variables of the environment that begin with one of these prefixes."""
     return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
 
 
@@ -59,7 +59,7 @@ def integer(name: str) -> int | None:
 
 def foreign(name: str, unset: int = 0) -> int:
     """Value of another library's variable, as C's `strtol` reads it, because NCCL does. 0 for a value that does not
-    begin with an integer. Never raises: only that library can say what is right, and its variable costs no group."""
+    begin with an integer. Never raises, because an invalid value of that library's variable must not fail a group."""
     value = text(name)
     if value is None:
         return unset
@@ -72,13 +72,13 @@ def foreign(name: str, unset: int = 0) -> int:
 
 
 def default(name: str, value: str) -> None:
-    """Set `name` for this process if it is unset, for a driver to read when it starts."""
+    """Set `name` for this process if it is unset; for a driver, which reads it when it is initialised."""
     os.environ.setdefault(name, value)
 
 
 @contextmanager
 def without(name: str) -> Iterator[None]:
-    """In this block `name` is unset, for the processes that it starts."""
+    """A context manager: inside, `name` is unset for processes that are started."""
     value = os.environ.pop(name, None)
     try:
         yield
@@ -108,7 +108,8 @@ def gpu_memory() -> str:
 
 
 def hardware_queues() -> int:
-    """How many hardware queues CUDA maps streams to: CUDA_DEVICE_MAX_CONNECTIONS, which the driver reads once."""
+    """The number of hardware queues to which CUDA maps streams: CUDA_DEVICE_MAX_CONNECTIONS, which the driver reads
+    once."""
     given = foreign("CUDA_DEVICE_MAX_CONNECTIONS")
     return given if given > 0 else 8
 
@@ -125,7 +126,7 @@ def share_device() -> bool:
 
 
 def agent_store() -> bool:
-    """True if torchrun hosts the store; torch compares with this one word."""
+    """True if torchrun hosts the store; torch accepts only this value."""
     return text("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -150,7 +151,7 @@ def wire() -> str | None:
 
 
 def logs_routing() -> bool:
-    """True if rank 0 is to print each distinct route of a call. Raises `InvalidArgument` for another log."""
+    """True if rank 0 should print each distinct route of a call. Raises `InvalidArgument` for another value."""
     value = text("TRICOMM_LOG")
     if value not in (None, "routing"):
         raise InvalidArgument(f"TRICOMM_LOG={value!r}: routing is needed, or nothing")
@@ -158,7 +159,7 @@ def logs_routing() -> bool:
 
 
 def recorded_calls(unset: int) -> int:
-    """How many calls of a group torch's flight recorder is to keep. Raises `InvalidArgument`."""
+    """The number of calls per group that torch's flight recorder should keep. Raises `InvalidArgument`."""
     value = _first("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     return unset if value is None else integer(value) or 0
 
@@ -181,7 +182,7 @@ def dumps_on_fault() -> bool:
 
 
 def includes_stacks() -> bool:
-    """Whether the stacks of calls are recorded; unlike torch, which asks C++ for them, only if the user says so."""
+    """Whether the stacks of calls are recorded. torch records them by default, in C++; tricomm only on request."""
     return (text("TORCH_INCLUDE_STACK_TRACE") or "").strip().lower() in _ON | {"y", "t"}
 
 

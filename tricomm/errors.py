@@ -1,6 +1,6 @@
 """Every error tricomm raises on purpose.
 
-A fault costs the group and nothing else: the process, the CUDA context and other groups go on, and the same
+A fault ends the group and nothing else: the process, the CUDA context and other groups are unaffected, and the same
 processes can make a new communicator.
 """
 
@@ -16,7 +16,7 @@ class InvalidArgument(TricommError, ValueError):
 
 
 class ResourceError(TricommError):
-    """The system refused something that was needed: memory, a descriptor, peer access, a driver call."""
+    """The system refused a resource: memory, a descriptor, peer access, a driver call."""
 
 
 class RendezvousError(TricommError):
@@ -28,7 +28,7 @@ class PeerDied(TricommError):
 
 
 class PeerStalled(TricommError):
-    """A peer's process shows no sign of life for longer than the stall limit."""
+    """A peer's process has sent no heartbeat for longer than the stall limit."""
 
 
 class CollectiveTimeout(TricommError):
@@ -40,4 +40,4 @@ class CollectiveMismatch(TricommError):
 
 
 class GroupAborted(TricommError):
-    """The group is no longer usable: another rank gave it up, or it is closed."""
+    """The group is no longer usable: another rank aborted it, or it is closed."""

@@ -1,17 +1,16 @@
-"""FSDP2 over tricomm's own memory: the kernels read in place what FSDP has written.
+"""FSDP2 over symmetric memory: the kernels read in place the buffers that FSDP has written.
 
     model = fully_shard(model)
     tricomm.fsdp2.use(model)                    # or model.set_custom_all_gather(AllGather()), module by module
 
 FSDP copies a layer's shard into its row of a buffer, gathers the rows in place, and copies the parameters out. It
 copies a layer's gradients into a second buffer, and reduces that into another tensor. Both buffers are symmetric memory
-here: nothing is staged before a call. A buffer is reused once FSDP has dropped it, like a block of torch's allocator,
-and by the same stream rules.
+here, so nothing is staged before a call. A buffer is reused once FSDP has dropped it, by the stream rules of torch's
+allocator.
 
-All ranks lend the same buffers, because FSDP asks for them and drops them at the same points of its program. For that
-reason a call is made with the memory itself, and not with the lent tensor: worker threads drop a call's tensors at any
-time. If ranks lend different buffers nevertheless, they get `CollectiveMismatch`, because a buffer's number is part of
-a call.
+All ranks lend the same buffers, because FSDP allocates and drops them at the same points of its program. Calls
+therefore refer to the memory, not to the lent tensor, because worker threads may drop a call's tensors at any time. If
+ranks lend different buffers nevertheless, they get `CollectiveMismatch`, because a buffer's number is part of a call.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ MAX_BYTES = 512 << 20
 
 @dataclass
 class _Buffer:
-    """`stream`: the one on which it was last lent. `lent`: whether FSDP holds it; any thread may end that."""
+    """`stream`: the stream on which it was last lent. `lent`: whether FSDP holds it; any thread may return it."""
 
     handle: Symmetric
     stream: Any = None
@@ -73,7 +72,8 @@ class _Buffers:
             return torch.empty(*size, dtype=dtype, device=device)
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
-            if buffer.stream not in (None, stream):  # what used it is ordered before that stream's next work
+            # earlier users of the buffer are ordered before the next work of `stream`
+            if buffer.stream not in (None, stream):
                 stream.wait_stream(buffer.stream)
             buffer.stream = stream
         buffer.lent = True
@@ -129,8 +129,8 @@ class AllGather:
 
     `group` is the module's mesh group (default: the default group); a group of another backend is wrapped, as by
     `tricomm.wrap`, which all its ranks do together. One instance serves any number of modules. It keeps at most
-    `max_bytes` of memory on each rank, which goes back with `close()`, or with the group. Calls that go to NCCL or over
-    TCP get ordinary memory. Raises `InvalidArgument` if FSDP calls it for another group.
+    `max_bytes` of memory on each rank, which is released by `close()` or with the group. Calls that NCCL runs, or that
+    are sent over TCP, use ordinary memory. Raises `InvalidArgument` if FSDP calls it for another group.
     """
 
     def __init__(self, group: Any = None, max_bytes: int = MAX_BYTES) -> None:
@@ -159,19 +159,20 @@ class AllGather:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory that it has taken on this rank."""
+        """Bytes of symmetric memory that it has allocated on this rank."""
         return self._buffers.nbytes
 
     def close(self) -> None:
-        """Give the memory back, all ranks together, when FSDP uses none of it. Idempotent; then nothing is lent."""
+        """Release the memory, all ranks together, when FSDP uses none of it. Idempotent; later calls use ordinary
+        memory."""
         self._buffers.close()
 
 
 class ReduceScatter:
     """For `FSDPModule.set_custom_reduce_scatter`: reduces out of symmetric memory. Arguments as of `AllGather`.
 
-    FSDP asks for the input of a call and then for its output. Peers read only the input, so the output, which becomes
-    the gradients, is an ordinary tensor.
+    FSDP allocates the input of a call and then its output. Peers read only the input, so the output, which becomes the
+    gradients, is an ordinary tensor.
     """
 
     def __init__(self, group: Any = None, max_bytes: int = MAX_BYTES) -> None:
@@ -207,7 +208,7 @@ class ReduceScatter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory that it has taken on this rank."""
+        """Bytes of symmetric memory that it has allocated on this rank."""
         return self._buffers.nbytes
 
 

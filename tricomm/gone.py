@@ -1,4 +1,4 @@
-"""Names that were removed, and what to use instead; whatever reads a name from a user asks this table first."""
+"""Names that were removed, and their replacements. Code that reads a name from a user checks this table first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tricomm.errors import InvalidArgument
 _BETWEEN_NODES = "NCCL (Gloo on CPUs) runs the calls of a group that spans nodes"
 _AT_ONCE = "for calls at the same time make a second communicator, comm.split(range(comm.world_size))"
 
-# As an error calls it: an option, an argument, a field of a file, a command with its option.
+# The key is the name in errors: of an option, an argument, a field of a file, a command with its option.
 GONE = {
     "Options(two_level)": f"leave it out; {_BETWEEN_NODES}",
     "Options(channels)": f"leave it out; {_AT_ONCE}",
@@ -33,7 +33,7 @@ def refuse(*names: str) -> None:
 
 
 def command(words: Sequence[str]) -> str:
-    """Why a command line, which was refused, is not known any more; empty if nothing in it is gone."""
+    """The replacement, in words, for a removed name in a command line that was refused; empty if it has none."""
     given = {"tricomm", *(word.partition("=")[0] for word in words)}
     gone = (name for name in GONE if name.startswith("tricomm ") and given.issuperset(name.split()))
     return next((f"{name} is gone: {GONE[name]}" for name in gone), "")

@@ -1,6 +1,6 @@
-"""A GPU as the calling thread sees it: which device and stream are current, and whether a graph is being captured.
+"""A GPU and the state of the calling thread: the current device and stream, and whether a graph is being captured.
 
-CUDA keeps the current device by thread, torch the current stream by thread and device. A communicator belongs to one
+CUDA has a current device per thread, torch a current stream per thread and device. A communicator belongs to one
 device. Each of its public calls makes that device current while it runs (`core.entry_guard`).
 """
 
@@ -22,9 +22,10 @@ class Gpu:
     """`device`, a CUDA device with its `index`. `clock` is the time of waits for it. Everything but `current_device`,
     `here` and `under` may be used only while it is the current device.
 
-    Every call needs three facts, from torch's C functions directly: each Python wrapper would cost a call 1 %.
+    Every call needs three facts, which are read by torch's C functions, because each Python wrapper would cost 1 % of a
+    call's time:
 
-    current_device   this thread's, by its index
+    current_device   index of this thread's current device
     capturing        whether a graph is being captured on the current stream
     raw_stream       the handle of the device's current stream in this thread; no object is made for it
     """
@@ -40,7 +41,7 @@ class Gpu:
         self.raw_stream: Callable[[], int] = partial(cuda._cuda_getCurrentRawStream, device.index)
 
     def here(self) -> AbstractContextManager[Any]:
-        """Makes the device current, and restores the caller's afterwards."""
+        """A context manager: the device is current inside; the caller's is restored afterwards."""
         return torch.cuda.device(self.device)
 
     def under(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +52,7 @@ class Gpu:
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             other = torch.cuda.current_device()
-            # Asked only of a device that is in use: the question would make a context on it.
+            # Checked only for a device that is in use, because the check would create a context on it.
             if self._in_use(other) and self.capturing():
                 raise InvalidArgument(
                     f"a CUDA graph is being captured on a stream of cuda:{other}, and this communicator is on "

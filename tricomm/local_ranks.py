@@ -1,4 +1,4 @@
-"""All ranks in one process on one GPU, a stream each: for tests and for looking at kernels, not for speed."""
+"""All ranks in one process on one GPU, with a stream each: for tests and for debugging of kernels, not for speed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tricomm.store.handshake import handshake
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _MOST_QUEUES = 32  # the most hardware queues that CUDA maps streams to
-_QUEUES_A_STREAM = 4  # torch makes its streams in turn for four priorities, and a program uses those of one
+_QUEUES_A_STREAM = 4  # torch creates streams for four priorities in turn, and a program uses streams of one priority
 
 
 _ONE_PROCESS = Runtime("ranks of one process share all memory already; pass tensors themselves")
@@ -35,12 +35,12 @@ def local(
     timeout: float | timedelta | None = None,
     options: Options | None = None,
 ) -> list[Communicator]:
-    """One communicator per rank, all in this process on one GPU. `comm.stream` is a rank's own stream.
+    """One communicator per rank, all in this process on one GPU. `comm.stream` is the rank's stream.
 
-    Use each rank under `torch.cuda.stream(comm.stream)` and let no stream wait for another rank's: their kernels run at
-    the same time and wait for each other. The driver has to give each stream its own hardware queue, and to load no
-    kernel while others run: CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER are set here if they are not
-    set and torch has not started CUDA yet.
+    Use each rank under `torch.cuda.stream(comm.stream)`, and let no stream wait for another rank's stream, because
+    their kernels run at the same time and wait for each other. The driver must give each stream a separate hardware
+    queue and must load no kernel while others run, so CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER are
+    set here, unless they are set or torch has started CUDA already.
 
     Raises `InvalidArgument` on a CPU, where a call returns only when all ranks have made it, and if CUDA has started
     with too few connections; `ResourceError` if memory is refused, and then nothing is left.
@@ -83,8 +83,9 @@ def local(
 
 
 def _check_queues(world_size: int) -> None:
-    """Two ranks whose streams share a hardware queue would deadlock: the queue starts one kernel after the other has
-    ended. Raises `InvalidArgument`; the driver reads the variable once, when it starts."""
+    """Raises `InvalidArgument` if there are too few hardware queues: ranks whose streams share a queue would deadlock,
+    because it starts a kernel only after the previous one has ended. The driver reads the variable once, when it is
+    initialised."""
     if not torch.cuda.is_initialized():
         env.default(_CONNECTIONS, str(_MOST_QUEUES))
         env.default("CUDA_MODULE_LOADING", "EAGER")

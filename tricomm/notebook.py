@@ -1,4 +1,4 @@
-"""How results look in a notebook."""
+"""The HTML form of results in a notebook."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tricomm.kernels.collectives.registry import WIRES
 from tricomm.policy.launch_shapes import BESIDE_BLOCKS
 from tricomm.topology.model import Topology
 
-_LONGEST = 365 * 86400.0  # seconds; the system's own waits overflow some time later
+_LONGEST = 365 * 86400.0  # seconds; waits of the system overflow at some higher value
 
 
 def _whole(name: str, value: object, least: int, most: int) -> None:
@@ -25,7 +25,7 @@ def _whole(name: str, value: object, least: int, most: int) -> None:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Forced by tests and by the explorer; `tuned` sets it.
+    """Settings that tests and the explorer force; `tuned` sets them.
 
     blocks       grid of every kernel; refused above the blocks that are surely resident. A message has at most one
                  block a queue
@@ -43,26 +43,27 @@ class Options:
     """Settings of one communicator.
 
     timeout        seconds that a call may take before `CollectiveTimeout`; also the limit of the rendezvous
-    stall_timeout  seconds without a sign of life from a peer, while it is needed, before `PeerStalled`
-    arena_bytes    memory per rank that peers can reach: headers and mailboxes; longer messages go in chunks
-    max_blocks     upper limit of the grid of a kernel, NCCL's included; None: the blocks that are surely resident
-    beside_compute whether calls run at the same time as other kernels, such as a matrix product: table rows for
-                   that, compact kernels of 128 registers a thread (docs/tuning.md), and 16 blocks unless `max_blocks`
-                   says otherwise
-    dependent_launch  whether kernels on sm_90 and newer begin while the one before them on the stream ends
-                   (docs/memory.md#concurrent-calls); off for all ranks with TRICOMM_DEPENDENT_LAUNCH=0 on one
-    topology       how the ranks' devices are linked, by rank, or a file that says so; None: read from the machine
-    share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)
-    nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
+    stall_timeout  seconds without a heartbeat of a peer for which a call waits, before `PeerStalled`
+    arena_bytes    memory per rank that peers can reach: headers and mailboxes; longer messages are sent in chunks
+    max_blocks     upper limit of the grid of a kernel, also NCCL's; None: the number of blocks that are certainly
+                   resident
+    beside_compute whether calls overlap other kernels, such as a matrix product. They then use table rows for that,
+                   compact kernels of 128 registers a thread (docs/tuning.md), and 16 blocks unless `max_blocks` is set
+    dependent_launch  whether kernels on sm_90 and newer begin while the previous kernel on the stream ends
+                   (docs/memory.md#concurrent-calls). TRICOMM_DEPENDENT_LAUNCH=0 on one rank turns it off on all
+    topology       the links between the ranks' devices, by rank, or a file of them; None: read from the machine
+    share_device   whether ranks may share a GPU, on which they take turns (for tests and debugging, not for speed)
+    nccl           whether NCCL, on GPUs, runs calls that the kernels do not; if not, such calls and groups are refused
     compile_after_set_up  whether a call that can be prepared may compile its kernel; if not, it fails unless the kernel
-                   is prebuilt or prepared (docs/tuning.md#compile-before-the-job). Off for all groups:
-                   TRICOMM_COMPILE_AFTER_SET_UP=0
+                   is prebuilt or prepared (docs/tuning.md#compile-before-the-job). TRICOMM_COMPILE_AFTER_SET_UP=0 turns
+                   it off for all groups
     batch_invariant  whether the bits of a reduction depend on rank order alone: not on size, place in the tensor,
-                   algorithm, protocol, chunk, grid or graph. A call without that promise is refused. Also for all
-                   groups of a process: TRICOMM_BATCH_INVARIANT=1 (docs/torch-distributed.md#batch-invariance)
+                   algorithm, protocol, chunk, grid or graph. Calls that cannot guarantee this are refused.
+                   TRICOMM_BATCH_INVARIANT=1 sets it for all groups of a process
+                   (docs/torch-distributed.md#batch-invariance)
     wire           fp8, int8 or fp8_gather: quantise an all_reduce on the links, as `all_reduce(wire=)` does, from the
-                   size on at which a cost model expects a gain (1 MiB or more); None: only calls with `wire=`. Also
-                   for all groups of a process: TRICOMM_WIRE
+                   size at which a cost model expects it to be faster (1 MiB or more); None: only calls with `wire=`.
+                   TRICOMM_WIRE sets it for all groups of a process
 
     Raises `InvalidArgument` for a value out of range, and for an option that is gone (`tricomm.gone`).
     """
@@ -136,7 +137,7 @@ def tuned(options: Options, **forced: Any) -> Options:
 def with_environment(options: Options | None) -> Options:
     """`options`, by default `Options()`, with the environment's switches applied. Raises `InvalidArgument`."""
     options = options or Options()
-    env.logs_routing()  # a router reads it when it must not fail any more
+    env.logs_routing()  # checked now, because a router reads it when it must not fail
     if not env.compile_after_set_up():
         options = replace(options, compile_after_set_up=False)
     wire = env.wire()

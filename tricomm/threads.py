@@ -17,11 +17,11 @@ _SPARE = 2  # idle helpers that are kept
 
 _helpers: list[queue.SimpleQueue[Callable[[], None]]] = []  # queues of idle helpers
 _here = threading.local()
-kept = threading.local()  # what a thread keeps from call to call; a helper for one action
+kept = threading.local()  # values that a thread keeps between calls; a helper only during one action
 
 
 def start(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:
-    """Run `target(*args)` in a thread called `name`, which does not keep the process from ending.
+    """Run `target(*args)` in a daemon thread called `name`.
 
     Raises `ResourceError` if no thread can start: at the limit of processes, or without memory for a stack.
     """
@@ -37,7 +37,8 @@ def start(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread
 
 
 def refuse_handlers_call(what: str) -> None:
-    """A call in the middle of another call of its group, in the same thread: only a signal's handler can make it."""
+    """Raises `InvalidArgument` for a call inside another call of its group, in the same thread, which only a signal
+    handler can make."""
     raise InvalidArgument(
         f"{what}: a signal's handler makes a call in the middle of another one; let it set a flag, and call afterwards"
     )
@@ -69,11 +70,11 @@ def _help(actions: queue.SimpleQueue[Callable[[], None]]) -> None:
     _here.helper = True
     while True:
         action = actions.get()
-        with suppress(BaseException):  # the action has told those who wait for it
+        with suppress(BaseException):  # the action reports its errors itself
             action()
         del action
         kept.__dict__.clear()  # idle helpers hold no descriptors
-        if len(_helpers) >= _SPARE:  # threads that a peak has started end again
+        if len(_helpers) >= _SPARE:  # threads started at a peak end again
             return
         _helpers.append(actions)
 

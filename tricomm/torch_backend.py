@@ -36,8 +36,8 @@ def _create(opts: Any, pg_options: Any) -> Any:
 
 
 class _Operators(_OpNamespace):
-    """`torch.ops.tricomm` until its first use. Operators work over groups of every backend, so they cannot wait for a
-    group of tricomm's."""
+    """`torch.ops.tricomm` until its first use. Operators work over groups of every backend, so they cannot be defined
+    only when a tricomm group is made."""
 
     def __getattr__(self, op_name: str) -> Any:
         if op_name.startswith("__"):
@@ -49,8 +49,8 @@ class _Operators(_OpNamespace):
 
 
 def _together(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-    """`run`, torch's `batch_isend_irecv`, which lets NCCL run the messages of a batch together only if the group is no
-    subclass of `ProcessGroup`. Ungrouped, ranks that all send before they receive wait for each other for ever."""
+    """Wraps `run`, torch's `batch_isend_irecv`, which groups the messages of a batch for NCCL only if the group is no
+    subclass of `ProcessGroup`. Without grouping, ranks that all send before they receive deadlock."""
 
     @functools.wraps(run)
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
@@ -63,7 +63,8 @@ def _together(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], li
 
 
 def _shrinking(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, torch's `shrink_group`, which shrinks one backend of a group: of tricomm's it would find NCCL."""
+    """Wraps `run`, torch's `shrink_group`, which shrinks a single backend of a group; for a tricomm group it would
+    shrink NCCL."""
 
     @functools.wraps(run)
     def shrink_group(
@@ -80,8 +81,8 @@ def _shrinking(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusing(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`run`, a step of torch's own `shrink_group`, with a refusal of tricomm's groups: code that has imported that
-    function before tricomm calls it."""
+    """Wraps `run`, a step of torch's `shrink_group`, to refuse tricomm's groups in code that has imported torch's
+    function before tricomm."""
 
     @functools.wraps(run)
     def validate(group_info: Any) -> Any:

@@ -4,8 +4,8 @@
 one of them has not been imported, a finder on `sys.meta_path` watches its import, acts after it, and then removes
 itself.
 
-Dynamo calls a backend that is written in C++ and does not look inside. Without a rule it would trace ours: it would
-replace the code of a call by its own, whose errors the ranks do not share.
+Dynamo does not trace into a backend that is written in C++. Without a rule it would trace into ours and replace the
+code of a call by code whose errors the ranks do not share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import ModuleType
 
 
 def install() -> None:
-    """Do now what the modules that have been imported need, and the rest when they are imported."""
+    """Register with modules that have been imported, now, and with the others when they are imported."""
     when("torch._dynamo", _keep_dynamo_out, "torch.compile traces into tricomm")
     when("torch", _register, "torch.distributed has no backend tricomm")
 
@@ -31,7 +31,7 @@ def _register() -> None:
 
 
 def _keep_dynamo_out() -> None:
-    """The engines' methods stay open to Dynamo: they ask whether they are being compiled."""
+    """Dynamo may still trace the engines' methods, which check whether they are being compiled."""
     add = import_module("torch._dynamo.trace_rules").add
     for room in iter_modules(import_module("tricomm").__path__, "tricomm."):
         if room.name != "tricomm.engines":
@@ -47,7 +47,7 @@ def when(module: str, act: Callable[[], None], otherwise: str) -> None:
 
 
 class _ImportWatch(MetaPathFinder):
-    """Leaves the search to the other finders, and acts after the import of `module`. `otherwise` is the
+    """A finder that leaves the search to the other finders, and acts after the import of `module`. `otherwise` is the
     consequence of a failure, for the warning."""
 
     def __init__(self, module: str, act: Callable[[], None], otherwise: str) -> None:

@@ -1,4 +1,4 @@
-"""JSON into dataclasses, by their annotations; an error names the place of the wrong value."""
+"""Decodes JSON into dataclasses, by their annotations; errors name the place of the wrong value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = {dict: "an object", list: "an array", str: "text", bool: "true or false
 
 
 class WrongJson(ValueError):
-    """`problem` at `place`, which is like `.rows[0].blocks`."""
+    """`problem` at `place`, for example `.rows[0].blocks`."""
 
     def __init__(self, problem: str, place: str = "") -> None:
         super().__init__(f"{place.removeprefix('.')}: {problem}" if place else problem)
@@ -108,7 +108,7 @@ def _optional(read: _Reader) -> _Reader:
 
 
 def _array(readers: Callable[[int], list[_Reader]]) -> _Reader:
-    """Reads an array, whose items are read by `readers` of their number."""
+    """A reader of arrays; `readers(n)` returns the readers of the items of an array of n."""
 
     def read_all(value: Any) -> tuple[Any, ...]:
         if type(value) not in (list, tuple):

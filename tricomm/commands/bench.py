@@ -133,7 +133,7 @@ def bench(
 
 
 def _settings(options: dict[str, Any], world_size: int) -> tuple[Any, list[tuple[str, str]]]:
-    """The settings, and (name, reason) of combinations that the lists name and no kernel is."""
+    """The settings, and (name, reason) for requested combinations that no kernel has."""
     from tricomm.core.fused.fused_call import FUSED
     from tricomm.perf import parsing
     from tricomm.perf.bench import request as plan

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 _OF_REPLAY = ("replay", "report", "timeline", "as_json", "function")  # refused separately
 _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going", "compiled")
-_NOT_OF_IDENTITY = ("schedules", "budget", "again", "report", "timeline", "as_json")  # of a campaign to continue
-_RANKS = 2  # of a program that uses torch's symmetric memory: its kernels may need a power of 2
+# options that a continued campaign may change
+_NOT_OF_IDENTITY = ("schedules", "budget", "again", "report", "timeline", "as_json")
+_RANKS = 2  # default for programs that use torch's symmetric memory, because kernels may need a power of 2
 _FEW = 20  # schedules of each kernel, if no kernel and no number is given
-_SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpreted, compiled
+_SECONDS = (0.5, 2.5)  # per schedule of a shipped kernel on two cores: interpreted, compiled
 
 
 @click.command()
@@ -137,7 +138,7 @@ def _check(options: dict[str, Any]) -> bool:
 
 
 def _kept(name: str, options: dict[str, Any], left: float, run: Callable[..., Report]) -> Report:
-    """Run a campaign; with a budget after the schedules of earlier runs, and for `left` seconds."""
+    """Run a campaign. With a budget it continues after the schedules of earlier runs, for `left` seconds."""
     from tricomm.errors import InvalidArgument
     from tricomm.explorer import campaign
     from tricomm.explorer.report.kept import Kept
@@ -171,7 +172,8 @@ def _shown(
     """Shows the progress of `count` campaigns of `schedules` each, or of the budget if they have none: a bar on a
     terminal, a line every 10 s elsewhere.
 
-    Gives a function of a campaign's number and name, the schedules that have run, and the findings.
+    A context manager; its value is a function of a campaign's number and name, the schedules that have run, and the
+    findings.
     """
     state = 0, "", 0, 0
 
@@ -203,7 +205,7 @@ def _shown(
 
 
 def _replay(path: Path, options: dict[str, Any]) -> bool:
-    """Run the schedules of a stored report's findings again. True if none of them has a finding any more."""
+    """Run the schedules of the findings in a stored report again. True if no schedule has a finding any more."""
     from tricomm.errors import InvalidArgument
     from tricomm.explorer import campaign, subjects
     from tricomm.explorer.report.report import Report, digest
@@ -235,7 +237,7 @@ def _compared(before: Finding, findings: list[Finding]) -> str:
 
 
 def _check_paths(options: dict[str, Any]) -> None:
-    """Before a campaign: raises `InvalidArgument` if its outcome cannot be written to the files that were given."""
+    """Called before a campaign: raises `InvalidArgument` if the given files cannot be written."""
     from tricomm.errors import InvalidArgument
     from tricomm.explorer.report import timeline
 
@@ -256,7 +258,8 @@ def _check_paths(options: dict[str, Any]) -> None:
 
 
 def _runs(options: dict[str, Any], ends: float) -> Iterator[Any]:
-    """First (schedules of each campaign, or None; number of campaigns), then each campaign: (name, how to run it)."""
+    """Yields first (schedules of each campaign, or None; number of campaigns), then (name, function that runs it) for
+    each campaign."""
     from tricomm.errors import InvalidArgument
     from tricomm.explorer import campaign, shipped, subjects
     from tricomm.explorer.simulation import INTERPRETED, is_program
@@ -301,7 +304,7 @@ def _runs(options: dict[str, Any], ends: float) -> Iterator[Any]:
         kernels = _useful_first(kernels)
         click.echo(_announced(len(kernels), settings), err=True)
     yield settings["schedules"], len(kernels)
-    with env.without("TRICOMM_BATCH_INVARIANT"):  # with it, not all kernels may be forced
+    with env.without("TRICOMM_BATCH_INVARIANT"):  # with it set, some kernels cannot be forced
         for kernel in kernels:
             size = options["world_size"] or shipped.ranks(kernel)
             memory = shipped.options(

@@ -19,7 +19,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-SECONDS = 10.0  # between two lines of a command that takes long
+SECONDS = 10.0  # between two lines of progress of a long command
 FAILED, USAGE, UNSUPPORTED, WRONG, UNJUDGED, NO_DATA, INTERRUPTED = 1, 2, 3, 4, 5, 6, 130
 NO_RUNS = "the history has no runs: `tricomm bench` adds one"
 
@@ -70,8 +70,8 @@ def exit_code(error: Exception) -> int | None:
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Has an interrupt end this process at once. For imports, which have nothing to undo: parts of torch and Triton
-    swallow a `KeyboardInterrupt` while they are loaded."""
+    """A context manager: inside, an interrupt ends this process at once. For imports, which have nothing to undo,
+    because parts of torch and Triton swallow a `KeyboardInterrupt` while they are loaded."""
     usual = threading.current_thread() is threading.main_thread()
     if not usual or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -90,7 +90,8 @@ def ends_at_once() -> Iterator[None]:
 
 @contextmanager
 def told_every(text: Callable[[], str], silent: bool = False) -> Iterator[None]:
-    """Prints `text()` as an error every `SECONDS` while the body runs, unless `silent`: for a reader of a pipe."""
+    """A context manager: inside, prints `text()` to standard error every `SECONDS`, unless `silent`. For output to a
+    pipe."""
     ended = threading.Event()
 
     def tell() -> None:
@@ -118,7 +119,7 @@ def given(context: click.Context) -> dict[str, str]:
 
 
 def check_row_options(context: click.Context, collectives: Sequence[str]) -> None:
-    """Raises click's usage error if options of fused rows are given, and no collective has such rows."""
+    """Raises click's usage error if options of fused calls are given, and no collective is one."""
     from tricomm.core.fused.fused_call import FUSED
 
     asked = given(context)

@@ -1,4 +1,4 @@
-"""`tricomm compile`: machine code for a job, before the job."""
+"""`tricomm compile`: compiles the machine code of a job in advance."""
 
 from __future__ import annotations
 

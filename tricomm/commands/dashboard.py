@@ -1,4 +1,4 @@
-"""`tricomm dashboard`: what was measured, and what jobs do now."""
+"""`tricomm dashboard`: shows measurements and live jobs."""
 
 from __future__ import annotations
 
@@ -128,6 +128,6 @@ def _serve(source: Any, port: int | None, calls: str | None) -> None:
 
     pages, data = lambda: page(source.packed()), lambda: source.packed().encode()
     with serve.Server(wanted, pages, data, source.metrics, lambda: _calls(calls).encode()) as server:
-        render.page("")  # raises now, and not at the first request, if Plotly is missing
+        render.page("")  # if Plotly is missing, raises now and not at the first request
         click.echo(f"{server.url} until you press Ctrl-C")
         server.serve_forever()

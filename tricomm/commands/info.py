@@ -1,4 +1,4 @@
-"""`tricomm info`: this machine, and the choices that would be made on it."""
+"""`tricomm info`: shows this machine, and the choices that would be made on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tricomm predict`: what a box should do, without the box."""
+"""`tricomm predict`: predicts times on a machine that is not at hand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One group of an inference engine over tricomm: which of its calls go to the kernels, and the communicator for them.
 
-Facts that all ranks share decide: collective, dtype and bytes of a call, and what the ranks agreed on when the group
-was made. So all ranks make the same decision. The engine runs the calls that the kernels do not.
+The decision depends on facts that all ranks share (collective, dtype and bytes of a call, and the group's settings), so
+all ranks make the same decision. The engine runs the calls that the kernels do not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import GroupFacts, Router
 from tricomm.store.bounded_store import first_line
 
-# Engines make their groups at the same point of their start; a rank that is later than this has failed.
+# Engines make their groups at the same point of their start, so a rank that is later than this has failed.
 MEETING_SECONDS = 60.0
 _ALIGNMENT = 16
 _NORMED = (torch.float32, torch.float16, torch.bfloat16)
@@ -53,7 +53,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Seat:
-    """This rank's place in a group: `store` is the group's own, and `name` the one that the engine gives it."""
+    """This rank's place in a group: `store` is used by this group alone, and `name` is the engine's name of the
+    group."""
 
     store: Store
     rank: int
@@ -78,7 +79,7 @@ def open_group(group: Any, device: torch.device, name: str, engine: Engine) -> E
 
 
 def without(name: str, engine: Engine, why: str, level: int = logging.WARNING) -> EngineGroup:
-    """A group of which every call is left to the engine; logs why."""
+    """A group that leaves every call to the engine; logs the reason."""
     group = EngineGroup(None, engine, f"group {name!r}", why)
     engine.log.log(level, _LEFT, f"group {name!r}", engine.name, why)
     return group
@@ -87,8 +88,8 @@ def without(name: str, engine: Engine, why: str, level: int = logging.WARNING) -
 class EngineGroup:
     """One group of an engine, for its adapter; made by `open_group`.
 
-    Collectives are out of place, and only for calls that `takes` has accepted. They raise `InvalidArgument` if tricomm
-    does not run here.
+    Collectives are out of place; make only calls that `takes` has accepted. They raise `InvalidArgument` if this group
+    does not use tricomm.
     """
 
     def __init__(self, seat: Seat | None, engine: Engine, text: str = "", why: str = "") -> None:
@@ -109,7 +110,7 @@ class EngineGroup:
         try:
             self._router, self.comm = self._join(seat)
             self.why_not = ""
-        except Exception as error:  # the engine can go on without tricomm, whatever has stopped it on any rank
+        except Exception as error:  # the engine can run without tricomm, whatever the error
             self.why_not = first_line(error)
         self._say()
 
@@ -206,7 +207,8 @@ class EngineGroup:
         return True
 
     def _not_made(self, name: str, x: torch.Tensor) -> bool:
-        """False: a kernel cannot be compiled during a capture. All ranks have made the same calls, so all come here."""
+        """Returns False: a kernel cannot be compiled during a capture. All ranks have made the same calls, so all
+        return False."""
         if not self._warned:
             self._warned = True
             self._engine.log.warning(
@@ -258,11 +260,12 @@ class EngineGroup:
     # Graphs, sleep, the end
 
     def suspend(self) -> None:
-        """Free tricomm's memory until `resume`; every rank calls it, between two calls. Meanwhile all calls are left to
-        the engine. Idempotent.
+        """Free tricomm's memory until `resume`; every rank calls it, between two calls. Until then the engine runs all
+        calls. Idempotent.
 
-        Addresses are kept, so captured CUDA graphs stay valid; they must not be replayed meanwhile. Memory that cannot
-        keep them (`Communicator.suspend`) is freed with the communicator, or stays if calls were captured.
+        Addresses are kept, so captured CUDA graphs stay valid, but must not be replayed until then. Memory that cannot
+        keep its addresses (`Communicator.suspend`) is freed with the communicator, or not at all if calls were
+        captured.
         """
         comm = self.comm
         if comm is None or comm.suspended:
@@ -281,7 +284,7 @@ class EngineGroup:
             )
 
     def resume(self) -> None:
-        """Take memory again after `suspend`, or set tricomm up again; every rank calls it. Idempotent.
+        """Allocate memory again after `suspend`, or set tricomm up again; every rank calls it. Idempotent.
 
         Raises `ResourceError` on all ranks if memory is refused and captured CUDA graphs need it; the group stays
         suspended then, and `resume` may be called again.
@@ -308,7 +311,7 @@ class EngineGroup:
 
 
 def max_bytes() -> int | None:
-    """TRICOMM_ENGINE_MAX_BYTES: the largest input of a rank that the kernels take; None: the tables decide.
+    """TRICOMM_ENGINE_MAX_BYTES: the largest input per rank of a call in the kernels; None: the tables decide.
 
     Raises `InvalidArgument` for anything but a number of bytes.
     """

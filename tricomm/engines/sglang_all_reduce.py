@@ -1,6 +1,6 @@
 """The object that SGLang uses as its custom all-reduce, over tricomm.
 
-Can be imported without SGLang: the plugin passes in what this needs of it.
+Can be imported without SGLang: the plugin passes SGLang's functions and classes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from tricomm.c10d.custom_ops import define
 from tricomm.engines.engine_group import Engine, EngineGroup, open_group
 
-# The functions of SGLang that the adapter uses, and the parameters that either passes by name.
+# The functions of SGLang that the adapter uses, and the parameters that are passed by name.
 FUNCTIONS = {
     "dispatch_custom_allreduce": ("group", "device"),
     "flashinfer_allreduce_residual_rmsnorm": (
@@ -45,7 +45,7 @@ class SglangAllReduce:
 
     @property
     def disabled(self) -> bool:
-        """Whether every call is left to SGLang; the same on all ranks."""
+        """Whether SGLang runs every call; the same on all ranks."""
         return self.tricomm.comm is None
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
@@ -66,7 +66,8 @@ class SglangAllReduce:
         return self.tricomm.all_reduce_rms_norm(input_, residual, weight, eps)
 
     def capture(self) -> AbstractContextManager[None]:
-        """Around the capture of a CUDA graph. Registers nothing, because the kernels push into memory that stays."""
+        """A context manager around the capture of a CUDA graph. There is nothing to register, because the kernels'
+        memory stays mapped."""
         return nullcontext()
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ class SglangAllReduce:
 
 
 def dispatched(engine: Callable[[], Engine]) -> Callable[..., Any]:
-    """A hook around SGLang's choice of a class: tricomm's if all ranks can use it, else SGLang's own."""
+    """A hook around SGLang's choice of a class: tricomm's class if all ranks can use it, else SGLang's."""
 
     def choose(own: Callable[..., Any], group: Any, device: torch.device) -> Callable[..., Any]:
         name = f"{getattr(group, 'group_desc', '')}/{getattr(group, 'group_name', '')}"
@@ -101,7 +102,7 @@ def fused(coordinator: Callable[..., Any]) -> Callable[..., Any]:
         *more: Any,
         **options: Any,
     ) -> Any:
-        # SGLang passes what follows by name; if it does not, this is another version, and the hook steps aside.
+        # SGLang passes the other arguments by name; if not, this is an unknown version, and the hook does nothing.
         member = coordinator(use_attn_tp_group=options.get("use_attn_tp_group", True))[2].ca_comm if not more else None
         if not isinstance(member, SglangAllReduce):
             return own(input_tensor, residual, weight, *more, **options)
@@ -115,7 +116,7 @@ def fused(coordinator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def released(own: Callable[..., Any], updater: Any, *request: Any, **options: Any) -> Any:
-    """A hook around SGLang's release of a server's memory, by all ranks together: also suspends tricomm's."""
+    """A hook around SGLang's release of a server's memory, by all ranks together: also suspends tricomm's memory."""
     result = own(updater, *request, **options)
     for _, member in sorted(_members.items()):  # the same order on all ranks, which share several groups
         member.tricomm.suspend()
@@ -145,7 +146,8 @@ def misfits(functions: dict[str, Callable[..., Any]]) -> list[str]:
 def _compiled(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A compiled graph cannot change its route, so calls that the kernels do not take are made of SGLang's parts."""
+    """The operator of a compiled graph, which cannot change its route: calls that the kernels do not support use
+    SGLang's functions."""
     member = _members[name]
     made = member.fused_allreduce_rmsnorm(x, residual, weight, eps)
     if made is not None:

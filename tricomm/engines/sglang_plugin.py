@@ -1,4 +1,4 @@
-"""SGLang's entry point: with SGLANG_TRICOMM=1 its custom all-reduce is tricomm's, otherwise nothing happens.
+"""SGLang's entry point: with SGLANG_TRICOMM=1 tricomm replaces its custom all-reduce, otherwise nothing changes.
 
 SGLang loads it in every process whenever tricomm is installed, so it imports nothing before the variable is checked.
 """
@@ -25,8 +25,8 @@ MEMORY = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeigh
 def register() -> None:
     """Hook SGLang's choice of a custom all-reduce, its fused all-reduce with a norm, and its release of memory.
 
-    If this SGLang is not supported, a warning in its log says why, and it goes its own way. Raises `InvalidArgument`
-    if SGLANG_TRICOMM is neither on nor off.
+    If this SGLang is not supported, a warning in its log gives the reason, and nothing changes. Raises
+    `InvalidArgument` if SGLANG_TRICOMM is neither on nor off.
     """
     if not env.flag("SGLANG_TRICOMM"):
         return
@@ -46,7 +46,7 @@ def functions() -> dict[str, Any]:
 
 
 def _hook(log: logging.Logger) -> str | None:
-    """Register the hooks, which SGLang applies when all plugins are loaded; returns why not."""
+    """Register the hooks, which SGLang applies when all plugins are loaded. Returns the reason if that fails."""
     from sglang.srt.environ import envs
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -1,4 +1,4 @@
-"""Which versions of an engine an adapter has been tested with."""
+"""The versions of an engine with which an adapter has been tested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class VersionRange:
     last: tuple[int, ...]
 
     def refusal(self, engine: str, version: str) -> str | None:
-        """Why an adapter leaves this version of `engine` alone; None if it is inside the range."""
+        """The reason why an adapter does not support this version of `engine`; None if it is inside the range."""
         match = re.match(r"\d+(\.\d+)*", version)
         numbers = tuple(map(int, match[0].split("."))) if match is not None else ()
         if self.first <= numbers[: len(self.first)] <= self.last:

@@ -1,4 +1,4 @@
-"""vLLM's device communicator, extended: tricomm's collectives run first, vLLM's take the rest.
+"""vLLM's device communicator, extended: tricomm runs the collectives that it supports, vLLM the rest.
 
 Can be imported without vLLM: `communicator_class` gets the class that it extends.
 """
@@ -62,7 +62,8 @@ class VllmCollectives:
             return without(self.unique_name, self.engine, why, logging.WARNING if kind in GROUPS else logging.DEBUG)
         return open_group(own.cpu_group, own.device, self.unique_name, self.engine)
 
-    # Under torch.compile an operator stays in the graph, and decides when it runs: before that shapes may be symbolic
+    # Under torch.compile an operator stays in the graph, and decides when it runs, because shapes may be symbolic
+    # before
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """The sum of `input_` over all ranks, as vLLM's method; always out of place if the kernels run it."""
@@ -89,12 +90,12 @@ class VllmCollectives:
     # Sleep mode, and the end
 
     def suspend(self) -> None:
-        """Give memory back, vLLM's and tricomm's; every rank calls it. Graphs keep their addresses."""
+        """Release vLLM's and tricomm's memory; every rank calls it. Addresses in graphs stay valid."""
         super().suspend()  # type: ignore[misc]
         self.tricomm.suspend()
 
     def resume(self) -> None:
-        """Take memory again, vLLM's and tricomm's; every rank calls it."""
+        """Allocate vLLM's and tricomm's memory again; every rank calls it."""
         super().resume()  # type: ignore[misc]
         self.tricomm.resume()
 
@@ -136,7 +137,7 @@ def misfits(base: type) -> list[str]:
 
 
 def _reduced(x: torch.Tensor, group: str) -> torch.Tensor:
-    """vLLM's own all_reduce may be in place, and an operator must not return its input."""
+    """A copy if vLLM's all_reduce was in place, because an operator must not return its input."""
     member = _members[group]
     return member._run("all_reduce", x if member.tricomm.takes("all_reduce", x) else x.clone())
 

@@ -1,4 +1,4 @@
-"""vLLM's entry point: with VLLM_TRICOMM=1 its communicators become tricomm's, otherwise nothing happens.
+"""vLLM's entry point: with VLLM_TRICOMM=1 tricomm extends its communicators, otherwise nothing changes.
 
 vLLM loads it in every process whenever tricomm is installed, so it imports only tricomm before the variable is checked.
 """
@@ -16,8 +16,8 @@ TESTED = VersionRange((0, 32), (0, 33))
 def register() -> None:
     """Make `get_device_communicator_cls` of vLLM's platform name tricomm's class; may be called again.
 
-    If this vLLM is not supported, a warning in its log says why, and it goes its own way. Raises `InvalidArgument` if
-    VLLM_TRICOMM is neither on nor off.
+    If this vLLM is not supported, a warning in its log gives the reason, and nothing changes. Raises `InvalidArgument`
+    if VLLM_TRICOMM is neither on nor off.
     """
     if not env.flag("VLLM_TRICOMM"):
         return
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def _patch(log: logging.Logger) -> str | None:
-    """Patch the platform; returns why not."""
+    """Patch the platform. Returns the reason if that fails."""
     from vllm import envs
     from vllm.config import get_current_vllm_config_or_none
     from vllm.platforms import current_platform

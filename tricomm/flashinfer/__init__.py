@@ -6,9 +6,9 @@
     comm.allreduce_fusion(x, workspace, comm.AllReduceFusionPattern.kARResidualRMSNorm, residual_in=residual, ...)
     workspace.destroy()
 
-It also runs on CPUs. Differences: `workspace.backend` is "tricomm"; arguments that tune FlashInfer's own kernels
-(`launch_with_pdl`, `trigger_completion_at_end`, `fp32_acc`: sums are always in fp32) change nothing; a buffer for
-scales may be larger than needed; the sum of experts' rows is rounded once. The layout SWIZZLED_8x4 is refused by name.
+It also runs on CPUs. Differences: `workspace.backend` is "tricomm"; arguments that tune FlashInfer's kernels
+(`launch_with_pdl`, `trigger_completion_at_end`, `fp32_acc`: sums are always in fp32) have no effect; a buffer for
+scales may be larger than needed; the sum of experts' rows is rounded once. The layout SWIZZLED_8x4 is not supported.
 Names and meanings are those of FlashInfer 0.7.2.
 """
 

@@ -1,4 +1,4 @@
-"""FlashInfer's fused all-reduce: its patterns, and their arguments as tricomm's calls take them."""
+"""FlashInfer's fused all-reduce: its patterns, and the conversion of their arguments to tricomm's calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AllReduceFusionPattern:
 
 
 class QuantizationSFLayout:
-    """Where NVFP4's block scales are, by number."""
+    """The layouts of NVFP4's block scales, by number."""
 
     SWIZZLED_128x4 = 0
     SWIZZLED_8x4 = 1
@@ -57,7 +57,7 @@ _FORMS: dict[int, tuple[str | None, bool]] = {
     _Pattern.kMoEFinalizeARResidualRMSNorm: (None, True),
     _Pattern.kMoEFinalizeARResidualRMSNormFP8Quant: ("fp8", False),
 }
-# Outputs that a MoE pattern does not have.
+# Outputs that MoE patterns do not have.
 _NOT_WRITTEN = {
     _Pattern.kMoEReductionARResidualRMSNorm: ("output",),
     _Pattern.kMoEFinalizeARResidualRMSNorm: ("output", "quant_out", "scale_out"),
@@ -100,11 +100,11 @@ def allreduce_fusion(
 
     Outputs that are None are allocated. Returns `quant_out` of a quantising pattern, `norm_out` of
     kARResidualRMSNorm, `output` of kAllReduce. `use_oneshot` forces one shot or two. The arithmetic is that of
-    `Communicator.all_reduce_rms_norm` and its quantising form: `scale_factor` divides for FP8 and multiplies for
-    NVFP4; `norm_out` is not written by a quantising pattern without `Out`. The MoE patterns make one row for each row
-    of `residual_in`. kMoEReductionARResidualRMSNorm takes scales expert by expert; with a `quant_out` it is NVFP4.
-    Raises `InvalidArgument` (a `ValueError`) for a pattern that is not covered, a workspace that is too small or
-    destroyed, and tensors that do not fit; or the group's fault.
+    `Communicator.all_reduce_rms_norm` and its quantising form: for FP8 the norm is divided by `scale_factor`, for NVFP4
+    block scales are multiplied by it. A quantising pattern without `Out` does not write `norm_out`. The MoE patterns
+    compute one row for each row of `residual_in`. kMoEReductionARResidualRMSNorm takes scales expert by expert; with a
+    `quant_out` it is NVFP4. Raises `InvalidArgument` (a `ValueError`) for a pattern that is not supported, a workspace
+    that is too small or destroyed, and tensors that do not fit; or the group's fault.
     """
     if not isinstance(workspace, AllReduceFusionWorkspace):
         raise InvalidArgument(
@@ -237,7 +237,8 @@ def _layout(code: int | None) -> str:
 
 
 def _first_bytes(scale_out: torch.Tensor | None, nbytes: int, hidden: int) -> torch.Tensor | None:
-    """The part of a buffer for scales that a call needs; the buffer itself if it is no larger, or will be refused."""
+    """The part of a buffer for scales that a call needs. Returns the buffer unchanged if it is not larger, or invalid,
+    so that the call refuses it."""
     if scale_out is None or not isinstance(scale_out, torch.Tensor) or hidden % NVFP4_BLOCK:
         return scale_out
     if scale_out.nbytes <= nbytes or not scale_out.is_contiguous():
@@ -246,8 +247,8 @@ def _first_bytes(scale_out: torch.Tensor | None, nbytes: int, hidden: int) -> to
 
 
 def _first_scales(scale_out: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
-    """The part of a buffer of per-token scales that a call needs, as [tokens, 1]; the buffer itself if that does not
-    work, to be refused later."""
+    """The part of a buffer of per-token scales that a call needs, as [tokens, 1]. Returns the buffer unchanged if that
+    is impossible, so that the call refuses it."""
     if not isinstance(scale_out, torch.Tensor) or scale_out.numel() < tokens or not scale_out.is_contiguous():
         return scale_out
     return scale_out.view(-1)[:tokens].view(tokens, 1)

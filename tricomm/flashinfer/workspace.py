@@ -22,7 +22,8 @@ _SUPPORTED = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 class AllReduceFusionWorkspace:
     """A communicator, and the size of the largest call. Made by `create_allreduce_fusion_workspace`.
 
-    `rank` and `world_size` are the group's; `comm` is the communicator, whose `explain` and `stats` say what ran.
+    `rank` and `world_size` are the group's; `comm` is the communicator, whose `explain` and `stats` show which kernels
+    ran.
     """
 
     backend = "tricomm"
@@ -87,10 +88,10 @@ def create_allreduce_fusion_workspace(
 ) -> AllReduceFusionWorkspace:
     """A workspace over the ranks of `group`; all of them call it.
 
-    `group` is a process group of torch.distributed (default: all ranks), or a `tricomm.Communicator`, which is used as
-    it is and stays the caller's. A call may have up to `max_token_num * hidden_dim` elements of `dtype`. `world_size`
-    and `rank` have to be the group's if they are given. The backends "auto", "trtllm" and "mnnvl" are the same here;
-    "mnnvl-cutedsl" is refused, and so are the keyword-only arguments, which are its own. Others change nothing here.
+    `group` is a process group of torch.distributed (default: all ranks), or a `tricomm.Communicator`, which the caller
+    still owns. A call may have up to `max_token_num * hidden_dim` elements of `dtype`. `world_size` and `rank`, if
+    given, must be the group's. The backends "auto", "trtllm" and "mnnvl" are the same here; "mnnvl-cutedsl" is refused,
+    as are the keyword-only arguments, which only it has. Other arguments have no effect.
 
     Raises `InvalidArgument` (a `ValueError`) for arguments that do not fit, and otherwise as `Communicator` does.
     """
@@ -128,7 +129,7 @@ def create_allreduce_fusion_workspace(
 
 
 def _over(group: Any, rank: int | None, world_size: int | None) -> Communicator:
-    """A communicator of the ranks of a process group, on this rank's own GPU, or on the CPU."""
+    """A communicator of the ranks of a process group, on this rank's GPU, or on the CPU."""
     group = dist.group.WORLD if group is None else group
     known = None if group is None else distributed_c10d._world.pg_map.get(group)
     if group is None or known is None or known[1] is None:

@@ -19,7 +19,7 @@ from tricomm.inductor.norms import Norm, value
 
 _aten, _functional = torch.ops.aten, torch.ops._c10d_functional
 _ALL_REDUCE = (_functional.all_reduce.default, torch.ops.tricomm.all_reduce.default)
-# Not aten.view.dtype: with the type it changes the sum and the norm.
+# Without aten.view.dtype, which changes the type, and with it the sum and the norm.
 _VIEWS = (
     *(_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default, _aten.unsqueeze.default),
     *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
@@ -29,18 +29,18 @@ _IN_MEMORY = ("tricomm", "_c10d_functional")  # Inductor writes the operands and
 
 
 class NotFused(Exception):
-    """Why an all-reduce is left as it is."""
+    """The reason why an all-reduce is not fused."""
 
 
 class Chain(NamedTuple):
     """An all-reduce that a fused call can replace.
 
     x         input of the all-reduce
-    total     node of the sum that has arrived
-    views     views of the sum, each of the one before
+    total     node of the sum, after the wait
+    views     views of the sum, each a view of the previous one
     add       the addition of the residual, if it is a node; else None
     residual  node, or None
-    norm      the norm of the last of these nodes
+    norm      the norm of the last of the nodes above
     group     name of the group
     """
 
@@ -54,7 +54,7 @@ class Chain(NamedTuple):
 
     @property
     def nodes(self) -> list[Node]:
-        """From the sum to the node that is normalised."""
+        """The nodes from the sum to the one that is normalised."""
         return [self.total, *self.views, *([] if self.add is None else [self.add])]
 
     @property
@@ -64,7 +64,7 @@ class Chain(NamedTuple):
 
     @property
     def place(self) -> Node:
-        """The first node that needs a result."""
+        """The first node that uses a result of the chain, where the fused call is inserted."""
         return self.norm.out if self.written is None else min(self.written.users)
 
 
@@ -151,7 +151,7 @@ def _views(total: Node) -> Iterator[tuple[Node, ...]]:
 
 
 def _residual(add: Node, rows: Node) -> Node | None:
-    """The residual that the node `add` adds to `rows`; None if it is another node."""
+    """The residual that `add` adds to `rows`; None if `add` is no such addition."""
     if add.target != _aten.add.Tensor or add.kwargs:
         return None
     other = add.args[1] if add.args[0] is rows else add.args[0]
@@ -166,14 +166,15 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _check_users(chain: Chain) -> None:
-    """A fused call with a residual does not return the sum without it."""
+    """Check that no node but the addition uses the sum, because a fused call with a residual does not return it."""
     for node in chain.nodes:
         if node is not chain.written and len(node.users) > 1:
             raise NotFused(f"{node.name}, which a fused call does not return, has several users: {_names(node.users)}")
 
 
 def _check_order(node: Node, chain: Chain) -> None:
-    """The fused call takes the place of the first node that uses a result of it: its operands are computed before."""
+    """Check that the operands of the fused call are computed before the first node that uses a result, where it is
+    inserted."""
     place = chain.place
     for operand in (chain.residual, *chain.norm.tail):
         if isinstance(operand, Node) and (operand in chain.nodes or not operand < place):
@@ -186,7 +187,7 @@ def _check_order(node: Node, chain: Chain) -> None:
 
 
 def _check_bits(chain: Chain) -> None:
-    """Whether Inductor computes the same bits from the graph as it is."""
+    """Check that Inductor would compute the same bits from the unchanged graph."""
     if chain.norm.suffix is None:
         raise NotFused(
             "its norm is spelled in torch, so Inductor chooses the order of its sum and what is rounded before; use "
@@ -210,7 +211,7 @@ def _check_bits(chain: Chain) -> None:
 
 def _check_others(chain: Chain, remedy: str) -> None:
     """Inductor computes nodes from each other's values in registers, or from rounded values in memory. For nodes that
-    can run before or after the call, fusing may change its choice, because other kernels are next to the call."""
+    can run before or after the call, fusing may change this, because other kernels are then next to the call."""
     before, after = _before(chain), {node for made in chain.nodes for node in _after(made)}
     for node in chain.total.graph.nodes:
         if node in before or node in after or not _is_generated(node):
@@ -236,7 +237,7 @@ def _before(chain: Chain) -> set[Node]:
 
 
 def _is_generated(node: Node) -> bool:
-    """Whether this node is of floating point and Inductor may generate the code that computes it."""
+    """Whether `node` has a floating-point type and Inductor may generate the code that computes it."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target in _READ_EXACTLY or _is_call(node):
         return False
     made = value(node)
@@ -244,7 +245,7 @@ def _is_generated(node: Node) -> bool:
 
 
 def _in_memory(node: Any) -> bool:
-    """Whether every kernel that reads `node` reads it from memory, thus rounded to its type."""
+    """Whether every kernel that uses `node` reads it from memory, and so rounded to its type."""
     while isinstance(node, Node) and node.target in _READ_EXACTLY:
         node = node.args[0]
     return isinstance(node, Node) and (node.op in ("placeholder", "get_attr") or _is_call(node))
@@ -256,7 +257,7 @@ def _is_call(node: Node) -> bool:
 
 
 def _after(node: Node) -> set[Node]:
-    """`node` and all nodes that depend on it: no kernel of theirs is one that runs before it."""
+    """`node` and all nodes that depend on it, whose kernels cannot run before it."""
     found, left = {node}, [node]
     while left:
         new = [user for user in left.pop().users if user not in found]

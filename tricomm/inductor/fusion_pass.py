@@ -2,8 +2,8 @@
 
     all_reduce -> wait -> views -> add residual -> norm        becomes        all_reduce_rms_norm -> norm, residual
 
-Graph and group decide, so ranks with equal graphs decide the same. If the graphs differ, the ranks' calls differ, and
-all ranks get `CollectiveMismatch`.
+The decision depends on graph and group only, so ranks with equal graphs make the same. If the graphs differ, the ranks'
+calls differ, and all ranks get `CollectiveMismatch`.
 
 A fused call has the bits of `torch.ops.tricomm.rms_norm` after the group's all-reduce. Inductor, when it compiles the
 graph without the pass, also chooses in which order a norm spelled in torch adds its squares, and which values of 16
@@ -34,7 +34,7 @@ from tricomm.inductor.norms import value
 
 log = logging.getLogger("tricomm")
 
-# torch < 2.13 does not tell a pass whether the graph is for inference.
+# Before 2.13 torch does not tell a pass whether the graph is for inference.
 _Base: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
 
 
@@ -47,7 +47,7 @@ class Left(NamedTuple):
 
 
 class FusionPass(_Base):  # type: ignore[misc]
-    """A pass that `tricomm.compile_pass` has made.
+    """A pass made by `tricomm.compile_pass`.
 
     exact   see `compile_pass`
     fused   how often each fused operator was put into a graph
@@ -78,19 +78,20 @@ class FusionPass(_Base):  # type: ignore[misc]
                 log.info("compile_pass: %s of group %r became %s", node.name, group, name)
 
     def uuid(self) -> Any:
-        """For the key of Inductor's cache: this code, and all that decides except the graph."""
+        """For the key of Inductor's cache: this code, and all inputs of the decision except the graph."""
         files = tuple(str(file) for file in sorted(Path(__file__).parent.glob("*.py")))
         groups = sorted((name, _invariant(group)) for group, name in distributed_c10d._world.pg_names.items())
         return custom_graph_pass.get_hash_for_files(files), self.exact, tuple(groups)
 
 
 def compile_pass(*, exact: bool = True) -> FusionPass:
-    """A pass of Inductor that makes fused calls of all-reduces over tricomm's groups and the residual's addition and
-    RMSNorm after them: `torch._inductor.config.post_grad_custom_post_pass = tricomm.compile_pass()`.
+    """A pass of Inductor that fuses all-reduces over tricomm's groups with the addition of a residual and the RMSNorm
+    after them: `torch._inductor.config.post_grad_custom_post_pass = tricomm.compile_pass()`.
 
-    It changes graphs for inference, and no bit of their results: the norms are `torch.ops.tricomm.rms_norm` or its
-    quantising forms. With `exact=False` it also takes norms that are spelled in torch; their results become those of
-    `torch.ops.tricomm.rms_norm`. `fused` counts what was fused, `left` has a reason for every other all-reduce.
+    It applies to graphs for inference and changes no bit of their results: it fuses norms by
+    `torch.ops.tricomm.rms_norm` or its quantising forms. With `exact=False` it also fuses norms written in torch; their
+    results become those of `torch.ops.tricomm.rms_norm`. `fused` counts the fused calls, `left` has the reason for
+    every other all-reduce.
     """
     if not isinstance(exact, bool):
         raise InvalidArgument(f"compile_pass: exact={exact!r}: True or False is needed")
@@ -131,7 +132,7 @@ def _called(graph: Graph, target: Any, args: tuple[Any, ...]) -> Node:
 
 
 def _erase(graph: Graph, nodes: list[Node]) -> None:
-    """Erase those of `nodes` that are not used any more, and what only they used: a later pass keeps collectives."""
+    """Erase unused nodes among `nodes`, and nodes that only they used. A later pass would keep collectives."""
     for node in nodes:
         if node.op == "call_function" and not node.users and not node._erased:
             nodes += node.all_input_nodes

@@ -1,6 +1,6 @@
-"""RMSNorms in the graphs that Inductor hands to its passes: `torch.ops.tricomm.rms_norm` and norms spelled in torch.
+"""Finds RMSNorms in Inductor's graphs: `torch.ops.tricomm.rms_norm` and norms written in torch.
 
-torch's spellings differ in their casts:
+Norms written in torch differ in their casts:
 
     wide = x.float()
     normed = wide * rsqrt(mean(wide ** 2, -1) + eps)
@@ -28,10 +28,10 @@ _SUFFIXES = ("", "_fp8", "_fp8_per_token", "_nvfp4")
 class Norm(NamedTuple):
     """A norm of the rows of a node.
 
-    out       the node whose value it is; of an operator, the operator's
-    suffix    of the operator, with quantisation or without; None if it is spelled in torch
+    out       the node whose value is the norm, or the operator's node
+    suffix    of the operator's name, empty without quantisation; None if the norm is written in torch
     residual  the residual that the operator adds first, or None
-    tail      the arguments of the fused operator after the residual, but for the group
+    tail      the arguments of the fused operator after the residual, without the group
     """
 
     out: Node
@@ -83,7 +83,7 @@ def _gain(factor: Any, rows: Node) -> tuple[Node, float] | None:
     bias: Any = 0.0
     if isinstance(factor, Node) and _is(factor, _ADD) and _is_number(factor.args[1]):
         factor, bias = cast(tuple[Any, Any], factor.args)
-        if value(factor).dtype != torch.float32:  # the sum of 16 bits is rounded
+        if value(factor).dtype != torch.float32:  # a 16-bit sum is rounded
             return None
     if isinstance(factor, Node) and _is_cast(factor, torch.float32):
         factor = factor.args[0]

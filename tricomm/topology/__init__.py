@@ -1,1 +1,1 @@
-"""Which GPU reaches which, and over which links."""
+"""The links and peer access between GPUs."""

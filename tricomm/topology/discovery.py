@@ -1,8 +1,8 @@
 """Reads the topology of this machine: NVLinks from NVML, peer access from CUDA, devices matched by UUID.
 
-If the topology cannot be known it is not guessed: the result has a reason instead. Nothing here raises for what a
-machine has or lacks. CUDA cannot answer for devices that this process does not see (each rank may see its own only):
-NVML's answer on peer access counts for these.
+If the topology cannot be determined, the result has a reason instead of a guess. Nothing here raises because of
+properties of a machine. CUDA has no answer for devices that this process does not see (each rank may see only its own);
+for these, NVML's answer on peer access is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LinkTable = list[list[int]]
 
 
 class TorchCuda:
-    """Torch's answers on the devices. The last two start CUDA in this process."""
+    """Queries torch for the devices. `device_uuid` and `can_access_peer` start CUDA in this process."""
 
     def device_count(self) -> int:
         import torch
@@ -44,7 +44,7 @@ class Discovery:
     topology  None if it cannot be known
     reason    why not; empty if it is known
     notes     limits and explanations, in words
-    fabric    per device of the topology: its state among NVSwitches; empty if no device tells (before Hopper)
+    fabric    per device of the topology, its NVSwitch fabric state; empty if no device reports it (before Hopper)
     """
 
     topology: Topology | None
@@ -54,7 +54,7 @@ class Discovery:
 
 
 def read(cuda: TorchCuda | None = None, nvml: Nvml | None = None) -> Discovery:
-    """The topology of the devices that this process sees, in its own numbering (CUDA_VISIBLE_DEVICES in any order)."""
+    """The topology of the devices that this process sees, in the process's numbering (CUDA_VISIBLE_DEVICES)."""
     cuda = cuda or TorchCuda()
     try:
         uuids = [cuda.device_uuid(ordinal) for ordinal in range(cuda.device_count())]
@@ -93,7 +93,7 @@ def of_devices(uuids: Sequence[bytes], cuda: TorchCuda | None = None, nvml: Nvml
 
 
 class _Probe:
-    """The devices with the given UUIDs, while NVML's session lasts."""
+    """The devices with the given UUIDs, valid during an NVML session."""
 
     def __init__(self, uuids: list[bytes], cuda: TorchCuda, nvml: Nvml) -> None:
         self.uuids, self.cuda, self.nvml = uuids, cuda, nvml
@@ -161,7 +161,7 @@ class _Probe:
 
 @dataclass(frozen=True)
 class GpuLinks:
-    """NVML's answers on one GPU: its PCI address, the far ends of its links, its state among NVSwitches."""
+    """NVML's data on one GPU: its PCI address, the far ends of its links, its NVSwitch fabric state."""
 
     address: str | None
     ends: Sequence[LinkEnd]
@@ -173,8 +173,8 @@ def links_between(
 ) -> tuple[LinkTable, LinkTable, list[str]]:
     """Links of each pair, directly and through switches, and notes in words. Pure.
 
-    `allowed(i, j)` is NVML's answer on peer access over NVLink, or None. False takes a pair's links away, because peers
-    cannot use them. It is asked only for pairs that have some.
+    `allowed(i, j)` is NVML's answer on peer access over NVLink, or None. If it is False, the pair counts as unlinked,
+    because peers cannot use the links. It is called only for pairs with links.
     """
     direct = [[0] * len(gpus) for _ in gpus]
     through = [[0] * len(gpus) for _ in gpus]
@@ -194,7 +194,8 @@ def links_between(
                 continue
             direct[i][j] = direct[j][i] = min(there, back)
             if _joined(one.fabric, other.fabric):
-                # In a VM switches are out of sight: an end without a name counts as one if NVML affirms the pair.
+                # In a VM switches are not visible: an unnamed end counts as a switch if NVML confirms access between
+                # the pair.
                 affirmed = answer is True and not direct[i][j]
                 through[i][j] = through[j][i] = likely if affirmed else sure
     return direct, through, notes
@@ -212,7 +213,8 @@ def _to_switches(gpu: GpuLinks, known: set[str | None], unseen: bool) -> int:
 
 
 def _joined(one: Fabric | None, other: Fabric | None) -> bool:
-    """Whether switches join two GPUs; if neither tells (before Hopper), all of a machine's switches are joined."""
+    """Whether switches join two GPUs. If neither GPU reports its fabric (before Hopper), all switches of a machine
+    count as joined."""
     told = [fabric for fabric in (one, other) if fabric is not None]
     return all(fabric.ready for fabric in told) and len({fabric.domain for fabric in told}) <= 1
 

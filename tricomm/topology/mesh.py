@@ -1,4 +1,4 @@
-"""The hybrid cube mesh: two quads of GPUs, all linked inside, joined by one link per GPU; every rank's position.
+"""The hybrid cube mesh, two fully linked quads of GPUs joined by one link per GPU, and every rank's position in it.
 
 The test is PyTorch's first `IntraNodeComm` one: each of 8 devices has exactly 4 NVLink neighbours, and exactly one of
 them shares no neighbour with it. That one is the relay, the other three are the quad. Of the 19355 labelled graphs in
@@ -35,8 +35,8 @@ class MeshPosition:
     rank              the rank itself
     position          0 to 3, in its quad; relay partners have the same one
     quad_by_position  the 4 ranks of its quad, itself among them, by position
-    order             the same 4 in ascending order: the order to add in, so that all 4 get the same bits
-    relay             the one rank of the other quad that it has links to
+    order             the same 4 ranks in ascending order, the order of summation, so that all 4 get the same bits
+    relay             the only rank of the other quad to which it has links
     """
 
     rank: int

@@ -1,5 +1,4 @@
-"""Which GPU reaches which, and over which links: the facts that algorithms are chosen by. `discovery` reads them from a
-machine.
+"""The links and peer access between GPUs, by which algorithms are chosen. `discovery` reads them from a machine.
 
 A topology has only facts that are the same for all ranks. Its JSON form has these fields besides "schema":
 
@@ -25,7 +24,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.topology import mesh
 
 MAX_DEVICES = 64
-MAX_LINKS = 64  # between two devices; 18 is the most there is
+MAX_LINKS = 64  # between two devices; no GPU today has more than 18
 MAX_JSON_BYTES = 1 << 20
 SCHEMA = "tricomm-topology-1"
 _NEEDED = ("links", "peers", "switched")
@@ -36,14 +35,14 @@ _OPTIONAL = ("names", "devices", "kind")
 class Topology:
     """Links and peer access between devices, or between the devices of a group's ranks (`of`), as n x n tables.
 
-    links     NVLinks between i and j, through switches too; symmetric, zero on the diagonal
+    links     NVLinks between i and j, also through switches; symmetric, zero on the diagonal
     peers     may i reach j's memory; true on the diagonal
     switched  whether all pairs are linked through NVSwitches, and none directly
     names     product names, or nothing; no part of comparison by `digest`
     devices   the device of each entry, numbered as they first appear; entries on one device have no links between
               them and reach each other
 
-    Lists are taken as tuples. Raises `InvalidArgument` for tables that no machine can have.
+    Lists are converted to tuples. Raises `InvalidArgument` for tables that no machine can have.
     """
 
     links: tuple[tuple[int, ...], ...]
@@ -94,7 +93,7 @@ class Topology:
 
     @property
     def kind(self) -> str:
-        """The shape that the links have, the first that fits:
+        """The shape of the links, the first of these that fits:
 
         nvswitch          `switched`
         fully_connected   links between all pairs, without a switch (or one device only)
@@ -117,7 +116,7 @@ class Topology:
 
     @property
     def fully_connected(self) -> bool:
-        """Whether NVLinks join all pairs; entries on one device count as joined. Says nothing of peer access."""
+        """Whether NVLinks join all pairs; entries on one device count as joined. Independent of peer access."""
         size, on = range(len(self)), self.devices
         return all(self.links[i][j] or on[i] == on[j] for i in size for j in size)
 

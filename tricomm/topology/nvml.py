@@ -1,4 +1,4 @@
-"""NVML, as far as links between GPUs go: typed, loaded on first use, every call in one place.
+"""The part of NVML that concerns links between GPUs: typed, loaded on first use, with every call in one place.
 
 An `Nvml` works on any object with the functions of the module `cuda.bindings.nvml` (12.9.6 and 13.2 are the first that
 have it), so tests can substitute one that enforces NVML's rules and still run every line of this file. If the bindings
@@ -48,7 +48,7 @@ class LinkEnd:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A GPU's state among NVSwitches, Hopper and newer: `ready` to be used, its `domain`, and the same in words."""
+    """A GPU's NVSwitch fabric state, on Hopper and newer: whether it is `ready`, its `domain`, and both in words."""
 
     ready: bool
     domain: tuple[bytes, int]
@@ -121,7 +121,7 @@ class MlPy:
             raise AttributeError("nvidia-ml-py is too old for NVSwitch fabrics")
         info = kind()
         self._module.nvmlDeviceGetGpuFabricInfoV(self._handle(device), ctypes.byref(info))
-        start = kind.clusterUuid.offset  # not by the attribute, which may end at the first zero
+        start = kind.clusterUuid.offset  # not through the attribute, which may end at the first zero
         cluster = bytes(info)[start : start + _UUID_BYTES]
         return SimpleNamespace(state=info.state, status=info.status, cluster_uuid=cluster, clique_id=info.cliqueId)
 
@@ -152,14 +152,14 @@ class Nvml:
         self, bindings: Any, pci_class: Callable[[str], int | None] = pci_class, source: str = "cuda-bindings"
     ) -> None:
         self._bindings, self._pci_class = bindings, pci_class
-        self.source = source  # the package that answers, for messages
+        self.source = source  # name of the package, for messages
         names = ("NotSupportedError", "InvalidArgumentError", "NotFoundError")
         self._absent = tuple(getattr(bindings, name) for name in names)
         self._most_links = int(getattr(bindings, "NVLINK_MAX_LINKS", 18))
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """NVML is ready inside; sessions may be nested."""
+        """A context manager inside which NVML is initialised; sessions may be nested."""
         self._call("init_v2")
         try:
             yield
@@ -223,17 +223,17 @@ class Nvml:
         return LinkEnd("unseen" if pci is None else _PCI_CLASSES.get(pci, "other"), address)
 
     def nvlink_between(self, device: int, peer: int) -> bool | None:
-        """Whether NVML allows peer access over NVLink, by any path; None if it does not tell."""
+        """Whether NVML allows peer access over NVLink, by any path; None if it does not report it."""
         status = self._ask("device_get_p2p_status", device, peer, _NVLINK)
         return None if status is None else int(status) == _OK
 
     def may_access(self, device: int, peer: int) -> bool | None:
-        """Whether NVML allows reading and writing the peer's memory, by any way; None if it does not tell."""
+        """Whether NVML allows reading and writing the peer's memory, by any path; None if it does not report it."""
         answers = [self._ask("device_get_p2p_status", device, peer, index) for index in (_READ, _WRITE)]
         return None if None in answers else all(int(status) == _OK for status in answers)
 
     def fabric(self, device: int) -> Fabric | None:
-        """The GPU's state among NVSwitches; None if there is none (before Hopper) or NVML does not tell."""
+        """The GPU's NVSwitch fabric state; None if there is none (before Hopper) or NVML does not report it."""
         info = self._ask("device_get_gpu_fabric_info_v", device)
         if info is None or not int(info.state):
             return None
@@ -247,7 +247,7 @@ class Nvml:
     def _call(self, name: str, *arguments: Any) -> Any:
         try:
             return getattr(self._bindings, name)(*arguments)
-        except Exception as error:  # its own, a missing library, a function that the driver does not have
+        except Exception as error:  # an NVML error, a missing library, or a function that the driver lacks
             raise _refused(name, error) from error
 
     def _ask(self, name: str, *arguments: Any) -> Any:
