@@ -1,1 +1,1 @@
-"""Measuring: benchmark, history, cost model, tuner, reports. Uses the public names of tricomm and nothing below."""
+"""Measurement: benchmark, history, cost model, tuner, reports. Uses only public names of tricomm."""

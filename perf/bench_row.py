@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-OURS = "tricomm"  # the library that the others are compared with
+OURS = "tricomm"  # the library with which the others are compared
 PLACES = ("out_of_place", "in_place")
 SCENE, LINE = "scene", "line"  # fields that select the chart, fields that select the curve in it
 
@@ -19,10 +19,10 @@ def _column(at: int, csv: str = "", chart: str = "", **more: Any) -> Any:
 class Measurement:
     """One (library, collective, kernel, type, mode, place, size): the columns of the history's table, in its order.
 
-    `library` is tricomm or the one that it is compared with; `nbytes` is the size as nccl-tests counts it. Times are in
-    microseconds, of the slowest rank: the median, the 99th per cent and the maximum of its calls; `skew_us` is the
-    slowest rank's median less the fastest one's. `simulated` times are of Triton's interpreter on a CPU and say
-    nothing about a GPU. `tile` is in 64-bit words.
+    `library` is tricomm or a library that is compared with it; `nbytes` is the size as nccl-tests counts it. Times are
+    in microseconds, of the slowest rank: the median, the 99th per cent and the maximum of its calls; `skew_us` is the
+    difference between the slowest and the fastest rank's median. `simulated` times are of Triton's interpreter on a CPU
+    and say nothing about a GPU. `tile` is in 64-bit words.
     """
 
     library: str = _column(0, chart=LINE)
@@ -46,7 +46,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """A row of `tricomm bench` in one place: a measurement that the history keeps, and more for CSV and JSON.
+    """A row of `tricomm bench`, in place or out of place: a measurement that the history keeps, and more for CSV and
+    JSON.
 
     Bandwidths are in 1e9 bytes per second. The fields that belong to a kernel are None for another library's call.
     """
@@ -68,7 +69,8 @@ class BenchRow:
     reason: str = _column(30, default="")
 
     def columns(self) -> dict[str, Any]:
-        """The values by column, in the order of `CSV_HEADER`; None for a kernel's columns of another library's row."""
+        """The values by column, in the order of `CSV_HEADER`; in another library's row the columns of a kernel are
+        None."""
         values = {name: getattr(self.measured if kept else self, attribute) for _, name, attribute, kept in _COLUMNS}
         if self.measured.library != OURS:
             values |= dict.fromkeys(_OF_KERNEL)
@@ -98,7 +100,7 @@ def chart_keys(role: str) -> tuple[str, ...]:
 
 
 def to_json(rows: tuple[BenchRow, ...]) -> dict[str, Any]:
-    """One record of a call's rows: what they have in common, and the times of each of `PLACES`, or None."""
+    """One record for a call's rows: their common values, and for each of `PLACES` the times, or None."""
     shared = {name: value for name, value in rows[0].columns().items() if name not in _OF_PLACE and value is not None}
     del shared["place"]
     places = {row.measured.place: {name: row.columns()[name] for name in _OF_PLACE} for row in rows}

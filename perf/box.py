@@ -1,4 +1,4 @@
-"""The facts of a box that selection depends on; the history keeps them with each run."""
+"""The facts about a machine on which selection depends; the history keeps them with each run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Box:
 def dumps(comm: Communicator) -> str:
     """The facts of the box that `comm` runs on, as JSON."""
     routes = comm._internal.planner.router.facts
-    if comm.gpu is not None:  # a benchmark's group is made without NCCL
+    if comm.gpu is not None:  # because a benchmark's group is made without NCCL
         routes = replace(routes, fallback=NCCL, missing="")
     facts = Box(
         comm._internal.group.fingerprint,

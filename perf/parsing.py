@@ -1,4 +1,4 @@
-"""The words of a command line: sizes, durations, and names from a list."""
+"""Parses values of a command line: sizes, durations, and names from a list."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def parse_names(
 
 
 def parse_name(text: str, allowed: tuple[str, ...], kind: str, aliases: Mapping[str, str] | None = None) -> str:
-    """`text` if it is one of `allowed`, or what it is an alias of; otherwise raises `InvalidArgument` with the nearest
-    name and the list."""
+    """`text` if it is one of `allowed`, or the name of which it is an alias; otherwise raises `InvalidArgument` with
+    the nearest name and the list."""
     name = (aliases or {}).get(text, text)
     if name not in allowed:
         others = {alias: meant for alias, meant in (aliases or {}).items() if meant in allowed}

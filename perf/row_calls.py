@@ -1,4 +1,5 @@
-"""A fused call as the measuring tools name it, and its launch without tensors: by the code that makes launch plans."""
+"""The names of fused calls in the measuring tools, and their launches without tensors, by the code that makes launch
+plans."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def launched(
 def fitting(
     site: SelectionFacts, kernel: Kernel, form: RowForm, dtype: torch.dtype, rows: int, mode: str = "graph"
 ) -> Choice | str:
-    """How `kernel` takes such rows, or why it does not. Raises `InvalidArgument` for rows that no call has."""
+    """The launch of `kernel` for such rows, or the reason why it does not support them. Raises `InvalidArgument` for
+    rows that no call has."""
     request = _request(kernel, form, dtype, rows)
     try:
         choice = launch_plan.choose_fused(site, request, mode)

@@ -62,8 +62,8 @@ def text(nbytes: int) -> str:
 def moved(kernel: Kernel, world_size: int, itemsize: int = 4) -> Fraction:
     """Bytes that the busiest rank writes to and reads from peers, without headers, per byte of input.
 
-    The input is a rank's; it is the message if there is a root. If a switch adds and copies, the busier direction of
-    a GPU's links counts. `itemsize`, of real numbers, counts if the kernel quantises on the links.
+    The input is that of one rank, or the message if there is a root. For NVLS kernels it is the bytes in the busier
+    direction of a GPU's links. `itemsize`, of real numbers, is used if the kernel quantises on the links.
     """
     if kernel.wire:
         return quantized_cost(kernel.wire, itemsize)(world_size)

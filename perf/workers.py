@@ -1,7 +1,7 @@
 """Ranks of this node as worker processes: run them, read their messages, and end all of them.
 
 A worker is `python -m tricomm.perf.workers MODULE:FUNCTION RANK WORLD URL JSON`. It calls the function, whose messages
-go as JSON lines over its standard output to the parent (`run_workers`). Nothing but JSON crosses.
+are written as JSON lines to standard output, which the parent reads (`run_workers`). Only JSON is exchanged.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class RankFailed(TricommError):
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the thread that started it ends for whatever reason."""
+    """Have this process killed when the thread that started it ends for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def json_lines_only() -> IO[str]:
-    """Standard output for JSON lines; this process prints all else, on any level, to standard error."""
+    """Standard output, for JSON lines only; all other output of this process is redirected to standard error."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return out

@@ -23,7 +23,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf.bench import check_data, collective_calls, fused_bench
 from tricomm.perf.bench.collective_calls import TORCH_IN_PLACE, Unavailable
 
-MULTI_RANK_NCCL = (2, 30)  # the first that takes several ranks on one device (NCCL_MULTI_RANK_GPU_ENABLE=1)
+MULTI_RANK_NCCL = (2, 30)  # the first version that accepts several ranks on one device (NCCL_MULTI_RANK_GPU_ENABLE=1)
 KRAKEN = "github.com/meta-pytorch/kraken"
 # Not for ranks with a GPU each: torch disables multicast if devices may overlap.
 _ONE_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
@@ -51,7 +51,7 @@ class BenchContext:
 
 @dataclass(frozen=True)
 class ComparedCall:
-    """One collective with `count` elements a row; `root` counts only if the collective has one."""
+    """One collective with `count` elements a row; `root` is used only if the collective has one."""
 
     context: BenchContext
     collective: str
@@ -99,7 +99,7 @@ class Baselines:
         self._context: BenchContext | None = None
 
     def offered(self, library: str, collective: str) -> dict[str, Make]:
-        """Implementations of `library` by name; if it has none here, one that raises `Unavailable`."""
+        """Implementations of `library` by name; if none is available here, one that raises `Unavailable`."""
         refused = why_not(library, self._comm.simulated)
         if refused is not None:
             return _none(refused)
@@ -140,7 +140,7 @@ class Baselines:
 
 
 def why_not(library: str, simulated: bool) -> str | None:
-    """Why nothing of `library` can be compared with ranks that are simulated on a CPU, or are not; else None."""
+    """The reason why `library` cannot be compared with ranks of this kind (`simulated`: on a CPU); None if it can."""
     if (library == "gloo") == simulated:
         return None
     where, other = ("on a CPU", "gloo") if simulated else ("on GPUs", "nccl")
@@ -195,7 +195,7 @@ def _nccl_group(context: BenchContext) -> Any:
 
 
 def no_nccl(one_gpu: bool) -> str | None:
-    """Why NCCL cannot be compared here, or None."""
+    """The reason why NCCL cannot be compared here, or None."""
     if not dist.is_nccl_available():
         return "this torch has no NCCL"
     version = torch.cuda.nccl.version()

@@ -1,6 +1,6 @@
-"""Data for the check: integers, different for every rank and call, whose result every type holds exactly.
+"""Data for the check: integers that differ between ranks and calls, and whose result is exact in every type.
 
-So the comparison is exact, and a stale output, another rank's part or a neighbouring element never passes for the right
+So the comparison is exact, and a stale output, another rank's part or a neighbouring element never equals the right
 result. The root of a call, if its collective has one, is the call's number modulo world size.
 """
 
@@ -59,8 +59,8 @@ def expected(
     dtype: torch.dtype = torch.int64,
     wire: str = "",
 ) -> torch.Tensor:
-    """The exact result of call number `call` on `rank`, in int64 (bool for bool). If `wire` quantises it: in `dtype`,
-    rounded as documented."""
+    """The exact result of call number `call` on `rank`, in int64 (bool for bool). With `wire` it is quantised and
+    rounded as documented, in `dtype`."""
     wide = dtype if wire else torch.bool if dtype == torch.bool else torch.int64
     parts = [values(collective, op, world_size, r, call, count, dtype).to(wide) for r in range(world_size)]
     return reference.expected(collective, op, parts, rank, root(world_size, call), wire=wire)
@@ -98,6 +98,6 @@ def wrong(result: torch.Tensor, exact: torch.Tensor) -> int:
     here, there = result.cpu(), exact.to(result.dtype)
     if result.dtype in _SMALL:
         here, there = here.float(), there.float()
-    if result.dtype == torch.bool:  # poison is true, too
+    if result.dtype == torch.bool:  # the poison of bool is True
         here, there = here.view(torch.uint8), there.view(torch.uint8)
     return int((here != there).sum())

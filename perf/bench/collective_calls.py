@@ -1,4 +1,4 @@
-"""From a collective's name to a call: tricomm's method of that name, or torch.distributed's."""
+"""Makes the call of a collective by name: tricomm's method of that name, or torch.distributed's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf.bench import check_data
 from tricomm.perf.bench.request import Case
 
-TORCH_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # torch.distributed has no other output for them
+TORCH_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # torch.distributed has only in-place calls for them
 
 
 class Unavailable(Exception):
@@ -62,7 +62,7 @@ def call(
     forced: Kernel | Case | None = None,
     op: str = "sum",
 ) -> torch.Tensor | None:
-    """Make a call, by the kernel that is `forced` if there is one, and don't wait for it.
+    """Make a call without waiting for it, by the kernel `forced` if that is given.
 
     The root is that of call number `number` (see `check_data`). Returns this rank's result: `y`, or None.
     """

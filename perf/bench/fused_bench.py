@@ -1,8 +1,8 @@
 """all_reduce_rms_norm for `tricomm bench`: tricomm's call, and others' all-reduce with torch's norm after it.
 
-A row's operation is `norm@8192`: what follows the sum, and the elements of a row; `fp8@8192` if it quantises. The norm
-of the others is torch's own (`torch.nn.functional.rms_norm`), their quantisation that of tricomm's unfused call.
-The residual is checked exactly, the norm to two units in the last place, and a code to the next one.
+A row's operation is `norm@8192`, the step after the sum and the elements of a row, or `fp8@8192` if it quantises. The
+norm of other libraries is `torch.nn.functional.rms_norm`, their quantisation that of tricomm's unfused call. The
+residual is checked exactly, the norm to two units in the last place, and a code to the next one.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tricomm.perf.bench.request import Case
 from tricomm.perf.row_calls import EPS, RowForm
 
 UNFUSED = "unfused"
-_OTHER = 100_003  # calls between the data of x and of the residual
+_OTHER = 100_003  # added to the call's number for the data of the residual
 _PATTERNS = {"": 1, "fp8": 2, "nvfp4": 3, "fp8_per_token": 10}  # FlashInfer's numbers
 _EXPERTS = {"": 7, "fp8": 12}
 
 
 @dataclass(frozen=True)
 class FusedTensors:
-    """One rank's tensors of a call, as `FusedCall` has them; `total` takes the sum of a call that is not fused."""
+    """One rank's tensors of a call, as in `FusedCall`; `total` receives the sum of a call that is not fused."""
 
     case: Case
     call: FusedCall
     total: torch.Tensor
 
     def load(self, comm: Communicator, number: int) -> None:
-        """The inputs of call `number`, and outputs that are no result."""
+        """Load the inputs of call `number`, and poison the outputs."""
         for name, data in _data(comm.world_size, comm.rank, number, self.call).items():
             getattr(self.call, name).copy_(data)
         _spread(self.call)
@@ -84,7 +84,8 @@ def _call(case: Case, count: int, device: torch.device) -> FusedCall:
 
 
 def _spread(call: FusedCall) -> None:
-    """Experts' rows that add up to x: x and -x in turn. No partial sum is rounded, and each row counts."""
+    """Experts' rows that add up to x: x and -x in turn, so that no partial sum is rounded and no row can be left
+    out."""
     if call.experts is None:
         return
     rows, _, _, shared, top_k = call.experts

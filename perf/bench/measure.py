@@ -2,7 +2,7 @@
 
 Checks are further calls, on fresh data, with poisoned outputs. In place, an all-gather's input is its rank's own
 row of the output. Broadcast and reduce are always in place, an all-to-all never is. Another library's call is timed and
-checked in the same way, in the one place that the library knows.
+checked in the same way, either in place or out of place, as the library supports it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tricomm.perf.bench.request import Case, Settings
 from tricomm.perf.bench_row import OURS, PLACES, BenchRow, Measurement
 
 Note = Callable[[str], None]
-Rows = tuple[BenchRow, ...]  # of one case, size and mode, a row for each place
+Rows = tuple[BenchRow, ...]  # of one case, size and mode: a row for in place and one for out of place
 
 
 @dataclass
 class Bench:
-    """Everything that the rows of this rank share. `number` counts calls, so that no two have the same data."""
+    """The common state of the rows of this rank. `number` counts calls, so that no two have the same data."""
 
     comm: Communicator
     settings: Settings
@@ -57,7 +57,8 @@ class Bench:
 def measure(comm: Communicator, settings: Settings, baselines: Baselines, note: Note) -> Iterator[Rows]:
     """The rows of each mode, size and case, with this rank's times and its number of wrong elements.
 
-    The kernels and libraries of one size follow each other, so that a drift of the machine hits all of them.
+    The kernels and libraries of one size are measured one after another, so that a drift of the machine affects all of
+    them.
 
     `note` is called with each reason why a kernel is not run, or a library not compared. Raises `ResourceError` for a
     mode that this device does not have.
@@ -129,7 +130,7 @@ def _choice(bench: Bench, case: Case, row: BenchRow, mode: str, **form: Any) -> 
 
 def _of_kernel(row: BenchRow, choice: Choice, kernel: registry.Kernel, moves: str) -> BenchRow:
     """`row` with the facts of its kernel; `moves` is the collective whose least number of bytes counts."""
-    real = min(4, getattr(torch, row.measured.dtype).itemsize)  # of those that are quantised; complex64 is two numbers
+    real = min(4, getattr(torch, row.measured.dtype).itemsize)  # bytes of a number that is quantised; complex64 has two
     return row.changed(
         algorithm=choice.algorithm,
         protocol=choice.protocol,
@@ -207,7 +208,7 @@ def _in_place_or_not(bench: Bench, case: Case, row: BenchRow) -> BenchRow:
 
 
 def _tensors(comm: Communicator, case: Case, row: BenchRow) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and output; in place, the one with fewer rows is this rank's row of the other."""
+    """Input and output; in place, the tensor with fewer rows is this rank's row of the other."""
     spec, elements, dtype = COLLECTIVES[case.collective], row.count, getattr(torch, case.dtype)
     rows_in, rows_out = spec.rows_in(comm.world_size), spec.rows_out(comm.world_size)
     in_place = row.measured.place == "in_place"
@@ -245,7 +246,7 @@ def _baseline(bench: Bench, case: Case, row: BenchRow, make: Make) -> BenchRow:
     times = _timed(bench, implementation.run, row.measured.mode)
     if not bench.settings.check:
         return with_times(row, [times], None)
-    number = bench.next_call() * comm.world_size  # the root of which is rank 0
+    number = bench.next_call() * comm.world_size  # rank 0 is the root of this call
     data = check_data.values(case.collective, "sum", comm.world_size, comm.rank, number, elements, dtype)
     implementation.load(data.to(comm.device))
     result = implementation.run()

@@ -1,4 +1,4 @@
-"""Where the rows of a benchmark go: the history, CSV, JSON, and a table with a progress bar."""
+"""Writes the rows of a benchmark: to the history, to CSV and JSON files, and to a table with a progress bar."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ STANDARD = Path("-")  # standard output instead of a file
 
 
 class Files:
-    """Open files of one run. A row is in CSV and history when `row` returns; JSON is written at the end, however.
+    """Open files of one run. A row is in CSV and history when `row` returns; JSON is written at the end, also after an
+    error.
 
     Raises `InvalidArgument` for a file that cannot be written, or if both are `STANDARD`, before anything is measured.
     """
@@ -60,7 +61,7 @@ class Files:
             raise InvalidArgument(f"--csv {csv_file}: {error.strerror}") from None
 
     def header(self, header: WorkerMessage) -> None:
-        """Take the facts that all rows of the history share."""
+        """Set the facts that all rows of the history share."""
         facts = {name: header[name] for name in ("device", "topology", "versions", "box")}
         self._run = schema.Run(database.now(), **facts, world_size=header["ranks"], commit=provenance.commit())
 
@@ -101,7 +102,7 @@ class Output:
         self._console = Console(stderr=aside, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
         self._settings = settings
         self._table: BenchTable | None = None
-        self._waiting: list[Rows] = []  # of one size; the best is not known before all are there
+        self._waiting: list[Rows] = []  # rows of one size: the best is known only when all are complete
         self._block = ""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         terminal = self._console if self._console.is_terminal else Console(stderr=True)
@@ -119,7 +120,7 @@ class Output:
         self.stop()
 
     def stop(self) -> None:
-        """Take the progress bar away. May be called twice."""
+        """Remove the progress bar. May be called twice."""
         self._progress.stop()
 
     @property

@@ -68,7 +68,7 @@ class Settings:
         return len(self.cases) * len(self.sizes) * len(self.modes)
 
     def cases_of(self, collective: str, dtype: str) -> list[Case]:
-        """The cases that compare with each other."""
+        """The cases that are compared with each other."""
         return [case for case in self.cases if (case.collective, case.dtype) == (collective, dtype)]
 
 
@@ -138,8 +138,8 @@ def cases(
 def left_out(
     collectives: tuple[str, ...], algorithms: str | None, protocols: str | None, world_size: int
 ) -> list[tuple[str, str]]:
-    """(name, reason) of each combination that the comma lists name, and `cases` has no kernel of. `all`, and no list,
-    name none."""
+    """(name, reason) for each combination of the comma lists for which `cases` has no kernel. Lists that are `all` or
+    not given count as naming none."""
     named = (algorithms, ALGORITHMS, "algorithm"), (protocols, PROTOCOLS, "protocol")
     lists = [(None,) if text in (None, "all") else parse_names(text, known, kind) for text, known, kind in named]
     refused = []

@@ -98,7 +98,7 @@ def join(settings: Settings, listener: Listener, results: Results) -> None:
 
 
 def check_libraries(settings: Settings) -> None:
-    """Raise `ResourceError` if libraries are to be compared with, and none of them can be on this device."""
+    """Raise `ResourceError` if `--against` names libraries and none of them runs on this device."""
     simulated = pick_device(settings.device, 0).type == "cpu"
     asked = dict.fromkeys(case.library for case in settings.cases if case.library in LIBRARIES)
     refused = [why for library in asked if (why := why_not(library, simulated)) is not None]
@@ -107,7 +107,7 @@ def check_libraries(settings: Settings) -> None:
 
 
 def merged(ranks: Sequence[Rows]) -> Rows:
-    """The rows of all ranks as one row a place."""
+    """The rows of all ranks, merged to one row for in place and one for out of place."""
     return tuple(_merged(parts) for parts in zip(*ranks, strict=True))
 
 
@@ -132,7 +132,7 @@ def open_group(
 ) -> Iterator[tuple[tricomm.Communicator, Baselines]]:
     """The communicator of a benchmark, on the device of the settings, and the libraries to compare with.
 
-    Without `rank` and `world_size` they are torchrun's.
+    `rank` and `world_size` default to torchrun's.
     """
     store, rank, world_size = open_store(url, rank, world_size, settings.timeout)
     device = pick_device(settings.device, rank)

@@ -19,7 +19,7 @@ from tricomm.perf.workers import WorkerMessage
 
 SIMULATED = "simulated: Triton's interpreter on a CPU"
 WIDEST = 120
-_FEWEST = 100  # samples, from which on a 99th percentile is not the maximum
+_FEWEST = 100  # samples: with fewer, the 99th percentile is the maximum
 SEVERAL = {"symm_mem": "symm_mem_multimem", "kraken": "kraken_one_shot"}  # implementations a library; the longest name
 
 
@@ -33,7 +33,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the table; the one with the least `worth` is left out first if the terminal is too narrow."""
+    """A column of the table; if the terminal is too narrow, the column with the least `worth` is left out first."""
 
     title: str
     unit: str
@@ -103,14 +103,14 @@ def kernel_of(rows: Rows) -> str:
 
 
 def block_of(rows: Rows) -> str:
-    """The name of what the rows have in common that differ in size and kernel only."""
+    """The name of the block of rows that differ only in size and kernel."""
     measured = rows[0].measured
     op = "" if measured.op == "none" else f" {measured.op}"
     return f"{measured.collective} {measured.dtype}{op}, {measured.mode}"
 
 
 def group_of(rows: Rows) -> tuple[str, int]:
-    """The same for the rows of one size, which compare with each other."""
+    """The name of the rows of one size, which are compared with each other."""
     return block_of(rows), rows[0].measured.nbytes
 
 
@@ -179,7 +179,7 @@ def _time(rows: Rows) -> float:
 
 
 def _speed_up(rows: Rows, other: Rows | None) -> float | None:
-    """The time of `other` over that of `rows`, in the place that both have."""
+    """The time of `other` divided by the time of `rows`, both in place or both out of place."""
     if other is None:
         return None
     same = [row for row in rows if row.measured.place == other[0].measured.place] or rows

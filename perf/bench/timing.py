@@ -1,4 +1,4 @@
-"""Times of calls that follow one another, as a user makes them, and the summary of all ranks' times."""
+"""Times of consecutive calls, as users make them, and the summary of all ranks' times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def check_mode(mode: str, simulated: bool) -> None:
 
 
 def prepare(comm: Communicator, call: Call, mode: str, warmup: int) -> tuple[Call, int]:
-    """The function to time in `mode`, warmed up, and the number of calls that it makes. All ranks do so together."""
+    """The function to time in `mode`, warmed up, and the number of calls that it makes. Called by all ranks
+    together."""
     for _ in range(max(warmup, mode != "eager")):  # a kernel has to be compiled and loaded before the capture
         call()
     comm.synchronize()
@@ -49,12 +50,12 @@ def repeated(call: Call, calls: int) -> Call:
 
 
 def capture(call: Call, calls: int = 1, stream: Any = None) -> Call:
-    """Replays a CUDA graph of `calls` calls; returns the result of the last one that was captured.
+    """A function that replays a CUDA graph of `calls` calls and returns the result of the last captured call.
 
     `stream` is the one to capture on; None takes one that torch keeps for captures.
     """
     graph = torch.cuda.CUDAGraph()
-    # Calls by a library's threads must not spoil the capture.
+    # Calls by a library's threads must not invalidate the capture.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = repeated(call, calls)()
 
@@ -68,8 +69,8 @@ def capture(call: Call, calls: int = 1, stream: Any = None) -> Call:
 def timed(comm: Communicator, run: Call, calls: int, iters: int) -> list[float]:
     """Microseconds a call, for each of `iters` runs of `calls` calls, after a barrier of all ranks.
 
-    On a GPU the host does not wait between the runs, which follow each other on the stream; events mark them. These may
-    end the overlap of dependent launches, which only the calls of mode `kernel` then have.
+    On a GPU the host does not wait between the runs, which follow each other on the stream and are separated by events.
+    The events may prevent the overlap of dependent launches, so only calls inside a run of mode `kernel` overlap.
     """
     comm.barrier()
     marks = _on_cpu(run, iters) if comm.simulated else _on_gpu(comm, run, iters)
@@ -91,12 +92,12 @@ def _on_gpu(comm: Communicator, run: Call, iters: int) -> list[float]:
         run()
         mark.record()
     comm.synchronize()
-    torch.cuda.synchronize(comm.device)  # the communicator does not know of a library's call
+    torch.cuda.synchronize(comm.device)  # the communicator does not know calls of other libraries
     return [begin.elapsed_time(end) * 1e3 for begin, end in zip(marks, marks[1:], strict=False)]
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The smallest value that the fraction `part` of all values do not exceed (nearest rank)."""
+    """The smallest value that is not exceeded by the fraction `part` of all values (nearest rank)."""
     return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
 
 

@@ -1,1 +1,1 @@
-"""The time that a kernel should take on a kind of machine."""
+"""Models the time of a kernel on a kind of machine."""

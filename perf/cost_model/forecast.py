@@ -46,7 +46,7 @@ _ADVICE = {_WORTH: "", _CLOSE: "; bench --against nccl tells", _NOT_WORTH: "; le
 @dataclass(frozen=True)
 class ForecastRow:
     """One kernel at one size: `size_bytes` as nccl-tests counts it, `limit_us` a lower bound for any kernel that does
-    not quantise, `limit` what limits this one (`limits`). `runs`: a call that leaves the choice open runs it."""
+    not quantise, `limit` the largest share of this kernel's time. `runs`: selection chooses this kernel."""
 
     collective: str
     size_bytes: int
@@ -77,8 +77,8 @@ class NcclRow:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: by kernel, why these GPUs, or this
-    Triton for them, don't have it, or why it does not take such rows."""
+    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: by kernel, the reason why these GPUs
+    or this Triton do not support it, or why it does not support such rows."""
 
     machine: MachineSpec
     world_size: int
@@ -122,7 +122,8 @@ class Forecast:
         return next((r for r in self.nccl if (r.collective, r.size_bytes) == (collective, size)), None)
 
     def _verdict(self, collective: str) -> Iterator[str]:
-        """Where the call is worth it, where not, and where the two models' errors leave it open."""
+        """The sizes at which tricomm is faster, at which it is not, and at which the errors of the two models leave it
+        open."""
         here = [row for row in self.nccl if row.collective == collective]
         if not here:
             yield "# NCCL's tuner has no model of this call: bench --against nccl tells"
@@ -146,7 +147,7 @@ class Forecast:
 
 
 def _sizes(some: list[int], every: list[int]) -> str:
-    """`1 KiB to 1 MiB` if `some` follow each other among `every`; otherwise each of them."""
+    """`1 KiB to 1 MiB` if `some` are consecutive in `every`; otherwise a list of all of them."""
     least, most = min(some), max(some)
     if len(some) > 2 and [size for size in every if least <= size <= most] == sorted(some):
         return f"{units.text(least)} to {units.text(most)}"
@@ -154,7 +155,7 @@ def _sizes(some: list[int], every: list[int]) -> str:
 
 
 def launch(machine: MachineSpec, usual: float) -> str:
-    """`usual` microseconds of a launch in words, with those of a dependent launch if such GPUs have one."""
+    """The time of a launch in words: `usual` microseconds, and that of a dependent launch if such GPUs support it."""
     if machine.no_dependent_launch:
         return f"{usual:g} us"
     most = layout.MAX_BLOCKS // 2
@@ -229,8 +230,8 @@ def check_wire(machine: MachineSpec, world_size: int, wire: str, collectives: tu
 def runs(
     machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm, wire: str = ""
 ) -> tuple[str, str] | None:
-    """The algorithm and protocol that a communicator with default options, but for `wire`, chooses for the call; None
-    if it is none of these kernels: NCCL's, or torch's, if such a box does not fuse the call."""
+    """The algorithm and protocol that a communicator with default options, except `wire`, chooses for the call; None if
+    it chooses NCCL, or does not fuse a fused call."""
     cube = machine.cube and world_size == registry.CUBE_RANKS
     site = machines.facts(machine, world_size, cube)
     if machine.architecture == "any":
@@ -254,7 +255,7 @@ def runs(
 
 
 def missing(machine: MachineSpec, world_size: int, calls: Sequence[AskedCall]) -> dict[str, str]:
-    """By name, why kernels of the collectives of `calls` are left out."""
+    """By name, the reasons why kernels of the collectives of `calls` are left out."""
     reasons: dict[str, str] = {}
     for collective in dict.fromkeys(call.collective for call in calls):
         reasons |= kernel_time.left_out(machine, collective, world_size)

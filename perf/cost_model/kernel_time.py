@@ -1,13 +1,12 @@
-"""The time that a kernel should take, from its bytes and from the number of times that its ranks wait for each other.
+"""Models the time of a kernel from its bytes and from the number of times that its ranks wait for each other.
 
     time = launch - overlap + (hops - barriers) * hop + barriers * barrier
          + the longer of bytes to and from peers / links and bytes in own memory / memory
 
-Only a dependent launch in a graph overlaps: the host makes single ones later. A barrier of a kernel through a switch
-has an alias fence, too, unless it works on handles.
-The bytes, hops and barriers are the registry's, which `devtools.traffic` counts. The latencies and bandwidths
-are in `perf.cost_model.machines`. None of these kernels has been measured: `tricomm predict --check` compares the
-model with published times of kernels of the same shape.
+Only dependent launches in a graph overlap, because the host makes single launches too late. A barrier of an NVLS kernel
+also has an alias fence, unless the kernel works on handles. The bytes, hops and barriers are the registry's, which
+`devtools.traffic` counts. The latencies and bandwidths are in `perf.cost_model.machines`. None of these kernels has
+been measured: `tricomm predict --check` compares the model with published times of kernels of the same shape.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tricomm.perf.parsing import parse_name
 from tricomm.policy import selection
 from tricomm.policy.selection import Choice
 
-_THREADS, _WORDS = 512, 16  # of the block to which `MachineSpec.block` refers; bytes of a thread's access
+_THREADS, _WORDS = 512, 16  # threads of the block to which `MachineSpec.block` refers; bytes of a thread's access
 _HEADER = ("gpu", "W", "kernel", "mode", "bytes", "measured", "model", "error", "source")
 _FEW = 5
 _CLOSE = 0.05  # rounding of a published time: some are whole microseconds, of about 20
@@ -40,11 +39,11 @@ _CUBE_LINKS = 4 / 6  # a DGX-1V's six links lead to four peers, and a message ta
 class TimeShares:
     """Microseconds of a call by limit; they add up to its time.
 
-    latency          launch, the way to the first push, hops, polls, the end: the time of a call of one tile a block
-    bytes in flight  the further tiles of a block, one after another: more blocks or larger tiles shorten it
+    latency          launch, time to the first push, hops, polls, end: the time of a call with one tile per block
+    bytes in flight  the other tiles of a block, one after another; shorter with more blocks or larger tiles
     links            bytes that wait for a link
     barriers         of all ranks: fences, hops, polls
-    memory           bytes to and from the GPU's own memory, as far as that takes longer than the links
+    memory           the part of the time of accesses to the GPU's own memory that exceeds the time of the links
     """
 
     latency: float = 0.0
@@ -67,9 +66,9 @@ class TimeShares:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds of one call and their parts: `waits` for peers and launches, which include `barriers`; `wire`; and
-    accesses of this GPU's `memory`, which overlap `wire`. `narrow`: the grid bounds the bandwidth of `wire`,
-    not the links."""
+    """The time of one call in microseconds and its parts: `waits` for peers and launches, which include `barriers`;
+    `wire`, the links; and accesses to this GPU's `memory`, which overlap `wire`. `narrow`: the grid limits the
+    bandwidth of `wire`, not the links."""
 
     waits: float
     wire: float
@@ -115,14 +114,14 @@ def predict(
     waits = machine.launch + more + (kernel.hops - kernel.barriers) * machine.hop + barriers
     wire, narrow = sent / _links(machine, kernel) / 1e3, 0.0
     if blocks is not None:
-        # The first words of each thread to a peer are on their way during the hop.
+        # The first words of each thread to a peer are in flight during the hop.
         further = max(0.0, sent - 32 * warps * blocks * _WORDS * (world_size - 1))
         narrow = further / (blocks * machine.block * min(1.0, 32 * warps / _THREADS)) / 1e3
     return Prediction(waits, max(wire, narrow), own / machine.memory / 1e3, barriers, narrow > wire)
 
 
 def launching(machine: MachineSpec, dependent: bool, mode: str) -> MachineSpec:
-    """The machine of a launch in `mode`: a dependent one in a graph begins sooner."""
+    """`machine` with the launch time of `mode`: a dependent launch in a graph begins sooner."""
     return replace(machine, launch=machine.launch - machine.overlap) if dependent and mode == "graph" else machine
 
 
@@ -138,7 +137,7 @@ def is_dependent(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: 
     """True if a communicator here would make the call by a dependent launch; the kernel is as for `choice`."""
     try:
         return machines.is_dependent(machine, world_size, choice(machine, kernel, world_size, nbytes).blocks)
-    except InvalidArgument:  # this Triton does not compile it
+    except InvalidArgument:  # this Triton does not compile the kernel
         return False
 
 
@@ -163,8 +162,8 @@ def _links(machine: MachineSpec, kernel: Kernel) -> float:
 
 
 def kernels(machine: MachineSpec, collective: str, world_size: int, wire: str = "") -> list[Kernel]:
-    """The kernels that such GPUs can run, and that this Triton compiles for them; of those that quantise, the one that
-    does so by `wire`. On a cube mesh, not all pairs are linked, so only some kernels can.
+    """The kernels that such GPUs can run and that this Triton compiles for them; of quantising kernels only that of
+    `wire`. On a cube mesh only some kernels run, because not all pairs are linked.
 
     Raises `InvalidArgument` if there is none.
     """
@@ -245,11 +244,11 @@ def biases(rows: list[Checked]) -> dict[int, float]:
 
 
 def losses(rows: list[Checked], one_implementation: bool = False) -> list[float]:
-    """For each size with several published kernels: how much slower the kernel is that the model takes for the
-    fastest, relative to the really fastest one; 0 if the model is right.
+    """For each size with several published kernels: how much slower the kernel that is fastest in the model is than the
+    really fastest one, as a fraction; 0 if the model is right.
 
-    Kernels of one size are compared if one publication has them, so of one box and one method, or if one implementation
-    in it has.
+    Kernels of one size are compared if they are in one publication (of one machine and one method) or, with
+    `one_implementation`, of one implementation in it.
     """
     groups: dict[tuple[object, ...], list[Checked]] = {}
     for checked in rows:
@@ -257,7 +256,7 @@ def losses(rows: list[Checked], one_implementation: bool = False) -> list[float]
         who = row.source if one_implementation else row.publication
         key = (row.gpu, row.world_size, row.collective, row.nbytes, row.mode, who)
         groups.setdefault(key, []).append(checked)
-    # Of two implementations of one kernel the faster.
+    # The faster of two implementations of one kernel.
     best = [{(each.row.kernel, each.row.sync): each for each in sorted(g, key=_slowest_first)} for g in groups.values()]
     several = [list(group.values()) for group in best if len(group) > 1]
     return [_fastest(group).row.time_us / min(each.row.time_us for each in group) - 1 for group in several]

@@ -5,28 +5,29 @@ Bandwidths are one direction of one GPU, in 1e9 bytes per second; latencies in m
 links     bandwidth of a GPU's links in NCCL's model (`src/graph/topo.h`): NVLinks times 20.0 (V100, A100), 20.6 (H100)
           or 40.1 (B200), about 80 % of the nominal rate (NVIDIA/nccl#1397); PCIe 3: 12. PCIe 5: 51 to 56 measured
           between GPUs (voipmonitor/rtx6kpro, "PCIe bandwidth"); PCIe 4: half of that
-kernels   the part of it that a kernel's loads and stores reach: 320 and 600 in the cost model of NCCL's symmetric
+kernels   the part of `links` that a kernel's loads and stores reach: 320 and 600 in the cost model of NCCL's symmetric
           kernels (`src/sym_kernels.cc`, Hopper and Blackwell); the same 86 % if no model is published
-multicast the part of it that loads and stores through the switch reach: PyTorch's multimem all-reduce of 64 MiB took
+multicast the part of `links` that loads and stores through the switch reach: PyTorch's multimem all-reduce of 64 MiB
+took
           320 us of 8 H100 (vllm-project/vllm#42324) and NCCL's NVLS reached 480 GB/s of bus bandwidth
           (NVIDIA/nccl#1455), both 307 for (1 + 1/N) n bytes a direction; Blackwell's is scaled with `kernels` and
           NCCL's efficiencies of NVLS (`src/graph/tuning.cc`: 0.85 and 0.74). 0: no NVLS
-block     the part that one block of 512 threads reaches: 65 (Hopper) and 55 (Blackwell) in the same model; scaled with
-          the links for older GPUs
+block     the bandwidth that one block of 512 threads reaches: 65 (Hopper) and 55 (Blackwell) in the same model; scaled
+          with the links for older GPUs
 memory    bandwidth of the GPU's own memory, from its data sheet
 hop       from a store until a peer sees it: NCCL charges 0.6 for a low-latency NVLink hop (`src/graph/tuning.cc`);
           Ampere's follows from MSCCL++'s limits for one and two hops (`test/deploy/perf_ndmv4.jsonl`)
 barrier   a barrier of all ranks: 7.8 - 4.5, the bases of NCCL's kernels with and without one (Hopper); 3 to 3.5 on
           GB200 (`contrib/custom_algos/allreduce/README.md`: 9.2 and 5.7 with and without one)
-launch    from kernel to kernel in a CUDA graph, with the way to the first push: FITTED for Hopper and Blackwell. NCCL's
-          base for Hopper less a hop is 3.9; its base for Blackwell only ranks kernels. Ampere's follows from MSCCL++'s
-          limits, PCIe's from 4 V100 (haohervchb/sglang-V100#2)
+launch    from kernel to kernel in a CUDA graph, with the time to the first push: FITTED for Hopper and Blackwell.
+          NCCL's base for Hopper less a hop is 3.9; its base for Blackwell only ranks kernels. Ampere's follows from
+          MSCCL++'s limits, PCIe's from 4 V100 (haohervchb/sglang-V100#2)
 overlap   how much sooner a dependent launch (PDL) begins: 0.96 in a graph of two empty kernels, at Hopper's 1755 MHz
           (pegainfer-project/pegainfer#569). Blackwell has the same value, because none is published
 eager     the additional time of a single launch: MSCCL++ took 11 instead of 6 (sgl-project/sglang#22734)
 
-FITTED: so that the median error of the rows of such GPUs in `published_graphs`, without those that are held out, is
-near 0; GB200's by its rows in `published`.
+FITTED: chosen so that the median error of the rows of such GPUs in `published_graphs`, without held-out rows, is near
+0; for GB200 of its rows in `published`.
 
 Instructions and memory of one GPU, in cycles of `clock`, which is in cycles per microsecond:
 
@@ -39,22 +40,22 @@ arithmetic  4 cycles from a 32-bit instruction to its use since Volta (arXiv:180
             differs from that
 port        bytes a cycle between an SM and L2: 64 (arXiv:1804.06826)
 l2_bytes    of the data sheets
-boundary    microseconds from the end of a kernel to the first instruction of the next one in a CUDA graph, all that is
-            the same for every kernel. FITTED; A100's, too, by its rows in `published`: MSCCL++'s short kernels take 3
-            longer than ours, on Hopper as well, so what those leave is no boundary. V100: what is left of 4 KiB in 4.0
-            over PCIe (marked with *) when the critical path is taken away
-host        microseconds until a store to host memory is acknowledged: `MachineSpec.hop` of PCIe
+boundary    microseconds from the end of a kernel to the first instruction of the next one in a CUDA graph, the same for
+            every kernel. FITTED; also for A100, by its rows in `published`, but not by MSCCL++'s short kernels, which
+            take 3 longer than ours, on Hopper as well. V100: the rest of 4 KiB in 4.0 over PCIe (marked with *) after
+            subtracting the critical path
+host        microseconds until a store to host memory is acknowledged: the `hop` of PCIe
 
-Checks: the clocks of all three are in table 3 of PMC10448217. The latencies of the two papers were written down from
-memory: their abstracts could be read here, their tables not. Pointer chases of another source
+Checks: the clocks of all three are in table 3 of PMC10448217. The latencies of the two papers are quoted from memory,
+because only their abstracts were accessible, not their tables. Pointer chases of another source
 (github.com/markdewing/AI_kernels, latency/README.md) gave, in cycles of L1, L2 and memory: 36, 221, 460 on V100, 40,
 281, 690 on GH200, 40, 295, 860 on B200. That agrees with L1 and within 15 % with L2; memory of Hopper and Blackwell may
-be 1.4 and 1.8 times as slow as here, which only tensors that are larger than L2 would feel. Hopper's numbers here are
-of an H800, whose NVLinks are fewer; no latency here is of its links. `port`, `host` and the cycles of a barrier and of
-an acquire (`timed_ranks`) are not checked either.
+be 1.4 and 1.8 times as slow as here, which matters only for tensors larger than L2. Hopper's numbers here are of an
+H800, whose NVLinks are fewer; no latency here is of its links. `port`, `host` and the cycles of a barrier and of an
+acquire (`timed_ranks`) are not checked either.
 
-A fence of the system takes what `MachineSpec.barrier` leaves without its hop and the look that ends it (`timed_links`).
-Of an alias fence alone no time is published: it takes as much less a hop and an answer, if no store is on its way.
+The time of a system fence is `MachineSpec.barrier` minus its hop and its last poll (`timed_links`). No time of an alias
+fence is published: it is assumed to take the same minus a hop and an answer, if no store is in flight.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class MachineSpec:
 
     @property
     def no_switch(self) -> str:
-        """Why no kernel uses multimem on these GPUs; empty if one can."""
+        """The reason why no kernel uses multimem on these GPUs; empty if one can."""
         return "" if self.multicast else f"a box of {self.name} has no NVLS"
 
     @property
@@ -128,13 +129,14 @@ MACHINES = {machine.name: machine for machine in _ALL}
 
 
 def of_device(name: str) -> MachineSpec | None:
-    """The machine whose GPU generation is in a device's name; None if there is none that is known."""
+    """The machine whose GPU generation is named in a device's name; None if it is not known."""
     words = name.lower().replace("-", " ").split()
     return next((machine for generation, machine in MACHINES.items() if generation in words), None)
 
 
 def links_of(device: str, topology: str) -> float | None:
-    """The bandwidth of a GPU's links in a box whose links' kind is `topology`; None if it is not known."""
+    """The bandwidth of the links of `device` in a machine whose `Topology.kind` is `topology`; None if it is not
+    known."""
     machine = of_device(device)
     return machine.links if machine is not None and topology == "nvswitch" else None
 

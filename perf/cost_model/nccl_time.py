@@ -1,11 +1,12 @@
-"""The time that NCCL expects of itself: the model of its tuner (2.30.7, `src/graph/tuning.cc`), for one node.
+"""The time that NCCL's tuner expects for its own calls (2.30.7, `src/graph/tuning.cc`), on one node.
 
 NCCL picks the algorithm and protocol with the least of these times. The bandwidth of NVLS is the 480 GB/s that its
-authors name for 8 H100 (NVIDIA/nccl-tests#212), because the tuner's follows from its search for channels. Left out are
-trees, which this model never prefers in one node, bounds of a channel, which these links do not reach, and symmetric
+authors name for 8 H100 (NVIDIA/nccl-tests#212), because the tuner's follows from its search for channels. Not modelled
+are trees, which the tuner never prefers on one node, limits of a channel, which these links do not reach, and symmetric
 kernels, which need registered buffers.
 
-`check` compares it with published times; most are longer. So a speed-up over it is rather too small than too large.
+`check` compares it with published times, most of which are longer. So a speed-up over this model is rather
+underestimated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LL_MOST = {70: 39.0, 80: 87.7, 90: 141.0, 100: 282.0}  # GB/s, by compute capab
 _NVLS_BASE = 25.0
 _NVLS = {90: 480 / 371, 100: 480 / 371 * 0.74 / 0.85}  # bus bandwidth over the links' bandwidth
 _STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (ranks - 1)
-COLLECTIVES = (*_STEPS, "broadcast", "reduce")  # that the tuner models
+COLLECTIVES = (*_STEPS, "broadcast", "reduce")  # modelled by the tuner
 
 # (source, GPU, collective, ranks, microseconds by KiB); NVIDIA's is that of `published_graphs`, NCCL 2.29.2.
 _NVIDIA, _KIB = "NVIDIA/aiconfigurator 0.12.0", (0.5, 1, 4, *(1 << power for power in range(4, 17)))
@@ -70,7 +71,7 @@ def _times(machine: MachineSpec, collective: str, world_size: int, size: int) ->
     steps = _STEPS.get(collective, 0) * others
     ratio = world_size / (steps or world_size)  # algorithm bandwidth over bus bandwidth
     for number, bus in enumerate((min(_LL_MOST[generation], links / 2), 0.92 * links, links)):
-        if not (pcie and _PROTOCOLS[number] == "LL128"):  # which needs NVLink
+        if not (pcie and _PROTOCOLS[number] == "LL128"):  # LL128 needs NVLink
             latency = _BASE[number] + (steps or 1) * _HOPS["pcie" if pcie else "nvlink"][number]
             yield f"Ring/{_PROTOCOLS[number]}", latency + size / 1e3 / (bus * ratio)
     if machine.multicast and world_size > 2 and steps:

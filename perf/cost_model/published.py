@@ -1,9 +1,10 @@
 """Published times of other projects' kernels of the same shape as ours, for comparison with the cost model.
 
-Left out are kernels that use multicast, NCCL's rings and trees, two-stage kernels whose second stage reads (vLLM's;
+Not included are kernels that use multicast, NCCL's rings and trees, two-stage kernels whose second stage reads (vLLM's;
 ours push), kernels that are timed together with another one (a bias), and results without the type, the number of ranks
-or the GPU. If theirs reads the caller's memory in place, ours is the zero-copy kernel. Their barriers and grids follow
-their sources; ours get the same grid, as far as our tiles allow, a thread moving 16 bytes at a time:
+or the GPU. A kernel that reads the caller's memory in place is compared with our zero-copy kernel. Barriers and grids
+are those in the kernels' sources. Our kernel gets the same grid, if our tiles allow it, with 16 bytes per thread and
+access:
 
 Triton    `blockwise_barrier` of symm-mem-recipes, once, before the reads: a compare-and-swap with release in the peer's
           memory; the kernel waits for its answer. Blocks of 512 threads, 24 at most

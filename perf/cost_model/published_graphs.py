@@ -4,7 +4,7 @@ Its collector (`collector/network/collect_all_reduce.py`) captures five calls of
 times from event to event, and divides: each time has the boundary to the call before it, or a fifth of the one between
 two graphs. Its `message_size` counts elements. TensorRT-LLM 1.3.0rc20, SGLang 0.5.14 and vLLM 0.24.0, with their
 defaults; which kernel a size got is in their sources. Rows in which they call NCCL are left out (`nccl_time` has
-NCCL's own), and 1 KiB of SGLang on H100, 38 us, ten times as long as the sizes around it.
+NCCL's), as is 1 KiB of SGLang on H100 (38 us, ten times as long as neighbouring sizes).
 
 LAMPORT  TensorRT-LLM's one shot (`allReduceFusionKernels.cu`): pushes 16 bytes a thread with a sentinel in the data
 PUSH     SGLang's (`custom_all_reduce_push.cuh`): the same
@@ -13,9 +13,9 @@ PULL     SGLang's two shots (`custom_all_reduce_pull.cuh`): two barriers of flag
 FLAGS    vLLM's one stage (`custom_all_reduce.cuh`): two barriers of volatile flags, no fence
 SWITCH   torch's multimem all-reduce by vLLM (`symm_mem.py`): two barriers, between two kernels that copy
 
-The first three are dependent launches (PDL) that signal at their end, so nothing of them overlaps but that end: the
-model has them without an overlap. TensorRT-LLM's two shots, 512 KiB to 4 MiB on H100, are left out: a block makes a
-token there, so most blocks have nothing to do, and no kernel of ours is divided so.
+The first three are dependent launches (PDL) that signal at their end, so only that end overlaps, and the model assumes
+no overlap. TensorRT-LLM's two shots, 512 KiB to 4 MiB on H100, are left out: there a block handles a token, so most
+blocks are idle, unlike in our kernels.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ _EVENTS = 4.0
 
 @dataclass(frozen=True)
 class Sync:
-    """How ranks synchronize in a call: `barriers`, `fences` of which fence the system; `answers` of peers' memory that
-    a rank waits for, a hop each; `copies`, kernels that copy the message, and `staged`, copies within the kernel."""
+    """The synchronization in a call: `barriers`, of which `fences` contain a system fence; `answers`, round trips to
+    peers' memory, a hop each; `copies`, kernels that copy the message; `staged`, copies within the kernel."""
 
     barriers: int
     fences: int
@@ -43,8 +43,8 @@ class Grid:
 
 @dataclass(frozen=True)
 class Way:
-    """How an implementation makes an all-reduce: `threads` of a block, of which there are `most` at most. `divided`: a
-    block's part is one of each rank's shard. The rest is as of `PublishedTime`."""
+    """How an implementation does an all-reduce: `threads` per block, at most `most` blocks. `divided`: each block has a
+    part of every rank's shard. Other fields are as in `PublishedTime`."""
 
     algorithm: str
     sync: Sync | None

@@ -16,17 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 FALSE_ALARMS = 1e-3  # probability, for a series in which nothing has changed
-FEWEST = 14  # measurements; with fewer, no order is as rare as `FALSE_ALARMS`
-LATE = FEWEST // 2  # measurements after a step that show it
-_KNOWN = 4  # measurements from which `unproven` takes how much a level varies
-_SIDE = 3  # measurements that a level has at least
+FEWEST = 14  # measurements; with fewer, every order is more likely than `FALSE_ALARMS`
+LATE = FEWEST // 2  # measurements after a step by which it is found
+_KNOWN = 4  # measurements from which `unproven` estimates the variation of a level
+_SIDE = 3  # fewest measurements of a level
 _LENGTHS = (*range(FEWEST, 25), 32, 48, 64, 96, 128, 192, 256, 512)
 _SHUFFLES = 20000
 
 
 @dataclass(frozen=True)
 class Change:
-    """From measurement number `at` on, the median is `after` and not `before`."""
+    """The median is `after` from measurement number `at` on, and `before` until then."""
 
     at: int
     before: float
@@ -47,8 +47,8 @@ def find(values: Sequence[float]) -> list[Change]:
 
 
 def unproven(values: Sequence[float], found: Sequence[Change]) -> Change | None:
-    """A step up that is too recent for `find`, whose result is `found`: the latest measurements are above all since the
-    last change, by more than these differ among themselves."""
+    """A step up that is too recent for `find`, whose result is `found`: the latest measurements exceed all others since
+    the last change by more than the spread of those."""
     level = values[found[-1].at :] if found else values
     for count in range(1, min(LATE, len(level) - _KNOWN + 1)):
         before, late = level[:-count], level[-count:]
@@ -68,7 +68,8 @@ def _split(series: NDArray[np.float64], begin: int, end: int) -> list[int]:
 
 
 def _intervals(count: int) -> list[tuple[int, int]]:
-    """The parts to test: the whole series, and halves of it, because steps up and down again hide in the whole."""
+    """The parts to test: the whole series, and halves of it, because a step up and down again may not show in the
+    whole."""
     half, quarter = count // 2, count // 4
     halves = [(0, half), (quarter, quarter + half), (count - half, count)]
     return [(0, count), *(halves if half >= FEWEST else [])]

@@ -1,4 +1,5 @@
-"""Points of a page's data that got slower or faster, since which run, and points that cannot be judged yet."""
+"""Finds points of a page's data that got slower or faster, and since which run, and points that cannot be judged
+yet."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _FACTS = ("collective", "dtype", "world_size", "mode", "place", "device", "simul
 
 @dataclass(frozen=True)
 class Changed:
-    """A point that takes `after_us` from the run of `date` on, and took `before_us` until then. `commits` are of the
-    run before and of this one, as git writes a range."""
+    """A point that takes `after_us` from the run of `date` on, and took `before_us` until then. `commits` is the range
+    from the previous run to this one, as git writes it."""
 
     point: dict[str, Any]
     before_us: float
@@ -59,7 +60,7 @@ class Verdict:
 
     @property
     def judged(self) -> bool:
-        """False if an end without a change would be no all-clear."""
+        """False if too few points could be judged for "no change" to mean anything."""
         return bool(self.points) and not (self.stale or self.few or 10 * len(self.unproven) > self.points)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The history as the page needs it: small enough to embed, and grouped so that a chart compares only like with like.
+"""The history in the form that the page needs: small enough to embed, and grouped so that each chart compares only
+comparable measurements.
 
 A *scene* is one chart: one device, topology, world size, collective, type, operation, mode and place, simulated or not.
 It has a *line* per library and kernel, a line has points by size, and a point has its past.
@@ -62,8 +63,8 @@ def page_data(entries: Iterable[Entry], source: str = "") -> Record:
 
 
 def _ordered(runs: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Runs by date, because several processes write at a time; in the order of writing if the clock has jumped, which a
-    note then says."""
+    """Runs by date, because several processes write at a time. If the clock has jumped, in the order of writing, with a
+    note."""
     jumps, latest = 0, datetime.min + _JUMP
     for date, _ in runs:
         try:

@@ -51,7 +51,7 @@ class RecordedCall:
 
     @property
     def agreed(self) -> str:
-        """The part of the text that is equal on all ranks: without an all-to-all's sizes; of a message, nothing."""
+        """The part of the text that is equal on all ranks: without sizes for an all-to-all; empty for a message."""
         return "" if self.is_p2p else self.profiling_name if "all_to_all" in self.profiling_name else self.text
 
 
@@ -98,7 +98,7 @@ class GroupCalls:
             forms[call.agreed].append(rank)
         if len(forms) > 1:
             return "; ".join(f"{of(ranks)} made {calls[ranks[0]].text}" for ranks in forms.values())
-        # A full ring has lost a rank's first calls, and a dump may be older than the call.
+        # A full ring has dropped a rank's first calls, and a dump may be older than the call.
         lacking = [r for r, first in self.first.items() if r not in calls and number >= first]
         if absent := [rank for rank in lacking if self.dumped[rank] > arrivals[0][0]]:
             return f"{of(absent)} had not made this call"

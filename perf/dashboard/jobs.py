@@ -33,7 +33,8 @@ class PublishedJobs:
 def read(folder: Path | None = None) -> PublishedJobs:
     """The jobs that this user has published in `folder` [default: where jobs write].
 
-    A file that is not a job's is noted and left; so are all files of a directory in which others could replace them.
+    A file that is no job's is skipped with a note, as are all files of a directory in which other users could replace
+    them.
     """
     folder = publish.folder() if folder is None else folder
     pairs: list[tuple[JobStatistics, Path]] = []
@@ -82,7 +83,7 @@ def keep(published: PublishedJobs, history: History) -> int:
     """Put the activity of jobs into the history, and delete the files of those that ended. Returns the rows."""
     rows = 0
     for job, file in zip(published.jobs, published.files, strict=True):
-        ended = not job.live  # read before the rows are written: an ended job's file is its last
+        ended = not job.live  # checked before the rows are written: the file of an ended job is final
         fresh = activities(job)
         if history.keep(fresh):
             rows += len(fresh)

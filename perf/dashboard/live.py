@@ -1,4 +1,4 @@
-"""Live jobs as the page shows them: their rates over time, who waits for whom, and all counts."""
+"""The page's data of live jobs: their rates over time, which ranks wait for which, and all counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 
 class Live:
-    """Remembers the totals of live jobs, because a rate needs two of them."""
+    """Keeps the totals of live jobs, because a rate needs two of them."""
 
     def __init__(self) -> None:
         self._totals: dict[str, deque[_Totals]] = {}

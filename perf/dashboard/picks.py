@@ -1,4 +1,5 @@
-"""The kernels that selection picks on the boxes in the history: as `explain` does in a group with default options."""
+"""The kernels that selection picks on the machines in the history, as `explain` would in a group with default
+options."""
 
 from __future__ import annotations
 

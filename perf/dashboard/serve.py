@@ -29,12 +29,12 @@ class Server(ThreadingTCPServer):
     """
 
     daemon_threads = allow_reuse_address = True
-    request_queue_size = 128  # a full queue costs the next client a second
+    request_queue_size = 128  # with a full queue the next client would wait a second
 
     def __init__(self, port: int, *makers: Callable[[], bytes], connections: int = 32, seconds: float = 10.0) -> None:
         self.makers = dict(zip(_KINDS, makers, strict=True))
         self.seconds, self._free = seconds, threading.Semaphore(connections)
-        self.deadlines: dict[Any, float] = {}  # of the clients that a thread waits for, the earliest first
+        self.deadlines: dict[Any, float] = {}  # deadlines of the clients for which a thread waits, the earliest first
         try:
             super().__init__((ADDRESS, port), _Handler)
         except OSError as error:
@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.deadlines.pop(self.connection, None)
         path = self.path.partition("?")[0]
-        # Another site's page can resolve its own host name to this address; its requests carry that name.
+        # Another site's page may resolve its host name to this address; its requests then have that name.
         if self.headers.get("Host", "").partition(":")[0] not in (ADDRESS, "localhost"):
             return self.send_error(403, "Ask for 127.0.0.1 or localhost")
         if path not in _KINDS:

@@ -34,7 +34,7 @@ class Source:
         self._lock = threading.Lock()
         self._made: tuple[Any, str] = (None, "")
         self._live = live.Live()
-        self.unreadable = False  # the history, so that another file is read in its place, or none
+        self.unreadable = False  # whether the history is unreadable, so that another file or none is read in its place
 
     def jobs(self) -> jobs.PublishedJobs:
         """The jobs' statistics as they are published now."""
@@ -88,7 +88,7 @@ class Source:
             self._lock.release()
 
     def _state(self) -> Any:
-        """Changes when a row is written (the write-ahead log grows) or a job publishes."""
+        """A value that changes when a row is written (the write-ahead log grows) or a job publishes."""
         files = [self._path, Path(f"{self._path}-wal")]
         sizes = [(f.stat().st_mtime_ns, f.stat().st_size) if f.exists() else None for f in files]
         return sizes, [(job.name, job.written, job.live) for job in jobs.read().jobs]

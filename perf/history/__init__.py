@@ -1,1 +1,1 @@
-"""Measurements of all runs, in one SQLite file."""
+"""The history: measurements of all runs in one SQLite file."""

@@ -153,8 +153,8 @@ def _checked(values: dict[str, Any], kind: type[_Row]) -> _Row | None:
 def open_history(path: Path | None = None, say: Say = lambda text: None, replaced: bool = True) -> History | None:
     """The history in `path` [default: `default_path()`], a new one if there is none; None if that is impossible.
 
-    If the file cannot be used, `say` is called with a message that names the one in its place; unless `replaced`, it
-    stays as it is, and there is none.
+    If the file cannot be used, it is replaced and `say` is called with a message that names the new file; unless
+    `replaced`, it is left unchanged and the result is None.
     """
     path = default_path() if path is None else path
     try:
@@ -194,7 +194,7 @@ def _ready(path: Path) -> sqlite3.Connection:
     """A connection to a history of this version. Raises `sqlite3.DatabaseError` for another file or a broken one."""
     for end in _ENDS:
         if not end or os.path.lexists(f"{path}{end}"):
-            files.opened(f"{path}{end}", "ab").close()  # SQLite would follow a link, and take another user's rows
+            files.opened(f"{path}{end}", "ab").close()  # SQLite would follow a link, and accept another user's rows
     with ExitStack() as undo:
         database = undo.enter_context(closing(sqlite3.connect(path, timeout=_LOCK_SECONDS, isolation_level=None)))
         database.text_factory = lambda raw: raw.decode(errors="replace")

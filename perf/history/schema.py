@@ -143,7 +143,8 @@ def check(database: sqlite3.Connection) -> None:
 
 
 def is_history(path: Path) -> bool:
-    """True if the file begins as a history does, damaged or not; or as one whose first rows are in its log alone."""
+    """True if the file begins like a history, even a damaged one, or like one whose first rows are still only in its
+    log."""
     with path.open("rb") as file:
         head = file.read(72)
     application, log = int.from_bytes(head[68:72], "big"), Path(f"{path}-wal")
@@ -170,7 +171,7 @@ def broken(error: Exception) -> bool:
 
 
 def migrate(database: sqlite3.Connection) -> None:
-    """Take the steps that the file has not taken, each whole or not at all."""
+    """Apply the steps that the file lacks, each in a transaction."""
     (version,) = database.execute("PRAGMA user_version").fetchone()
     for number, step in enumerate(_STEPS[version:], version + 1):
         begin = f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION};"

@@ -9,7 +9,7 @@
              `mailbox.py`, `counts.py` and `arrival.py`, except `store_ll`, `get_ll` and `poll_planes`, whose accesses
              are payload; the scales of quantised codes, 16 bits for each 128 elements
 
-Every other access counts as body, so that a new access is held to the bar until it is listed here.
+Every other access counts as body, so that a new access must meet the requirement until it is listed here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def classify(line: Line, tiles: set[Line]) -> str:
 
 
 def clears(line: Line) -> bool:
-    """True for code that runs once in 2^30 epochs or pieces, and is no part of a call's cost."""
+    """True for code that runs once in 2^30 epochs or pieces, and is not counted in a call's cost."""
     return function_of(line) in ("mailbox.clear_idle", "mailbox.clear_runs", "message_queues.clear_stale")
 
 

@@ -1,4 +1,4 @@
-"""Compile the shipped kernels for NVIDIA GPUs, without one, and report what the machine code does."""
+"""Compile the shipped kernels for NVIDIA GPUs, without a GPU, and report properties of the machine code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tricomm.perf.machine_code.access_kinds import aside, classify, function_of,
 from tricomm.perf.row_calls import RowForm
 from tricomm.policy.selection_facts import SelectionFacts
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")  # whose bars are tested
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")  # whose requirements ("bars") are tested
 COMPILED = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
 WORLDS = (2, 4, 8)
@@ -86,7 +86,7 @@ class KernelReport:
     """The machine code of one variant. Flags are counted in PTX; `weak_flags` names those that are not `.sys`.
 
     `steady` is the cost of the loops that move payload, in instructions for 16 bytes (`steady_loop`). `failure` is
-    Triton's error if it could not compile the variant; then the rest means nothing.
+    Triton's error if it could not compile the variant; then the other fields are undefined.
     """
 
     variant: Variant
@@ -295,12 +295,12 @@ def examine_all(chosen: list[Variant]) -> Iterator[KernelReport]:
 
 
 def check(report: KernelReport) -> list[str]:
-    """The bars that the report breaks, in words."""
+    """The requirements ("bars") that the report does not meet, in words."""
     if report.failure is not None:
         return [f"does not compile: {report.failure}"]
     broken = []
     used = report.resources
-    if used.spill_loads or used.spill_stores:  # a stack that nothing accesses costs nothing
+    if used.spill_loads or used.spill_stores:  # an unused stack costs nothing
         broken.append(
             f"spills: {used.spill_stores} local stores, {used.spill_loads} local loads, {used.stack} bytes of stack"
         )
@@ -357,7 +357,7 @@ def _count(accesses: list[code.MemoryInstruction], tiles: set[code.Line], least:
 
 
 def lines(reports: Iterable[KernelReport]) -> list[str]:
-    """A heading, a line per variant, and a line per broken bar."""
+    """A heading, a line per variant, and a line per requirement that is not met."""
     reports = list(reports)
     table = text_table.lines((*_NAMES, *_NUMBERS), map(_cells, reports), right=("W", *_NUMBERS))
     return table + [f"! {_name(report)}: {broken}" for report in reports for broken in check(report)]

@@ -1,4 +1,5 @@
-"""Machine code before it is needed, without a GPU: all kernels that an engine's calls can choose; and a wheel of it."""
+"""Compiles machine code in advance, without a GPU: all kernels that an engine's calls can choose; and packs it in a
+wheel."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.store import files
 
 log = logging.getLogger("tricomm")
-_CUBE, _CUBE_ARCHITECTURE = "hybrid_cube_mesh", "sm_70"  # of V100s alone
+_CUBE, _CUBE_ARCHITECTURE = "hybrid_cube_mesh", "sm_70"  # only of V100s
 _FLOATS = ("bfloat16", "float16", "float32")
 _MOST_WORKERS = 32  # each has torch in memory
 _EPS = 1e-6  # no part of the machine code
@@ -129,9 +130,9 @@ class Order:
                     yield request._replace(algorithm=registry.algorithm_of(self.wire))
 
     def sites(self) -> Iterator[SelectionFacts]:
-        """A box of each kind of links, with a switch that reduces and without one, with dependent launches and without:
-        the latter for ranks that turn them off or have an old driver, and for a GPU whose few multiprocessors make
-        a grid of the shipped tables more than half of the blocks that a group may have."""
+        """A machine with each kind of links, with and without NVLS, with and without dependent launches: the latter for
+        ranks that turn these off or have an old driver, and for GPUs with so few multiprocessors that a grid of the
+        shipped tables is more than half of the blocks that a group may have."""
         memory = layout.plan(self.world_size, Options.arena_bytes)
         kinds = {table.topology or "" for table in selection.shipped_tables() if table.device != "cpu"}
         if self.arch != _CUBE_ARCHITECTURE or self.world_size != layout.MESH_RANKS:

@@ -1,4 +1,4 @@
-"""The instructions of a kernel for 16 bytes of payload in its steady loop, read from the disassembly.
+"""Counts a kernel's instructions per 16 bytes of payload in its steady loop, from the disassembly.
 
 A loop that moves payload has a fast path, one for a ragged end and one for misaligned memory. The shortest path round
 through the wide accesses counts, because it runs for all tiles but the last.

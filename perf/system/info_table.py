@@ -44,7 +44,7 @@ def _whole(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def ranges(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each distinct choice; collectives and numbers of ranks with the same choice share one."""
+    """A line for each distinct choice; collectives and world sizes with the same choice share a line."""
     by_call: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
         by_call.setdefault((row["collective"], row["ranks"]), []).append(row)

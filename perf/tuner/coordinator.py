@@ -29,7 +29,7 @@ from tricomm.policy import row_shapes, tuning_tables, user_tables
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TunedTable
 
-_STEP = 0.5  # seconds that one task should take at most: between two tasks rank 0 looks at the clock
+_STEP = 0.5  # most seconds for one task; between two tasks rank 0 checks the clock
 _RESERVE = 0.05  # of the budget, for the decisions and the table
 
 
@@ -115,10 +115,10 @@ class Coordinator:
 
 
 class CheckedTimes:
-    """Times of candidates by all ranks, after their results were right on all ranks. Emits a `note` on the others.
+    """Times candidates on all ranks, if their results are right on all ranks. Emits a `note` for each other candidate.
 
     Raises `BudgetExceeded` before a step that is not expected to fit into the seconds `left`. After the first step at a
-    point, whose cost no one knows, steps are as large as `_STEP` allows.
+    point, whose cost is unknown, steps are as large as `_STEP` allows.
     """
 
     def __init__(self, emit: Callable[..., None], worker: TuningWorker, left: Callable[[], float]) -> None:
@@ -127,7 +127,7 @@ class CheckedTimes:
         self._costs: dict[tuple[str, Point], float] = {}  # seconds of a candidate and turn
 
     def right(self, point: Point, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates with right results on every rank: a broken protocol may well be fast."""
+        """The candidates with right results on every rank, because a broken protocol may be fast."""
         fresh = [c for c in candidates if (point, c) not in self._right]
         while fresh:
             step, _ = self._step("check", point, fresh, 1)
@@ -146,7 +146,7 @@ class CheckedTimes:
         return [c for c in candidates if (point, c) in self._right]
 
     def times(self, point: Point, candidates: list[Candidate], repeats: int) -> dict[Candidate, tuple[float, ...]]:
-        """The slowest rank's time of every sample, of each candidate once a turn."""
+        """The slowest rank's time of every sample; each candidate has one sample per turn."""
         samples: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
         while any(len(times) < repeats for times in samples.values()):
             least = min(map(len, samples.values()))
@@ -191,7 +191,7 @@ class CheckedTimes:
         self._emit("note", text=f"{point.collective} {point.nbytes} B, {candidate}: left out, {reason}")
 
     def _fatal_candidate(self, answers: Sequence[TuningAnswer]) -> int | None:
-        """The number of the candidate that cost the group, if one did; then all ranks make a new group."""
+        """The number of the candidate whose fault ended the group, if any; then all ranks make a new group."""
         fatal = [answer.at for answer in answers if answer.fault]
         if not fatal:
             return None
@@ -239,7 +239,8 @@ def _explained(comm: tricomm.Communicator, point: Point, **forced: Any) -> trico
 
 
 def _as_it_is(site: SelectionFacts, point: Point, candidate: Candidate) -> bool:
-    """Whether such rows keep the candidate's shape; otherwise another shape would be measured under its name."""
+    """Whether such rows are launched with the candidate's shape; if not, another shape would be measured under its
+    name."""
     form = row_calls.parse(point.epilogue)
     rows = point.nbytes * 8 // (form.hidden * point.bits)
     if candidate.blocks > rows:

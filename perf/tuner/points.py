@@ -1,4 +1,4 @@
-"""The subjects of tuning: a request has points, a point is one decision, a candidate one of its possible outcomes."""
+"""A tuning request has points; a point is one decision, and a candidate one of its possible outcomes."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class TuningRequest:
     wire: str = ""
 
     def points(self, cpu: bool) -> list[Point]:
-        """Every decision to make, on a CPU, which has no graphs, or on GPUs."""
+        """Every decision to make; with `cpu` for ranks on a CPU, which has no graphs."""
         modes = self.modes or (MODES[:1] if cpu else MODES)
         plain = tuple(name for name in self.collectives if name != FUSED)
         fused = self.forms if FUSED in self.collectives and not self.beside else ()

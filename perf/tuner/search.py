@@ -24,7 +24,7 @@ _ROUNDS = 4  # passes over all points; each pass starts from the results of the 
 
 @dataclass(frozen=True)
 class Decision:
-    """The fastest candidate at a point, the one in force there, and what a change gains. `measured` counts samples."""
+    """The fastest candidate at a point, the present one, and the gain of a change. `measured` counts samples."""
 
     point: Point
     best: Candidate

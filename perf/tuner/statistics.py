@@ -1,6 +1,6 @@
 """Robust statistics of a few noisy times: a centre without outliers, its standard error, and the gain of a change.
 
-Times on a shared machine are skewed upwards: medians, and deviations from them, instead of means.
+Times on a shared machine are skewed upwards, so medians and deviations from them are used instead of means.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 _TO_SIGMA = 1.4826  # from a median of deviations to a standard deviation, for normal noise
 _OF_MEDIAN = 1.2533  # a median's standard error over a mean's, for normal noise
-_LEAST = 0.01  # least relative spread: a smaller one of few samples is chance
+_LEAST = 0.01  # least relative spread; with few samples a smaller one is chance
 _OUTLIER = 5.0  # deviations
 _RESAMPLES = 400
 

@@ -23,7 +23,7 @@ from tricomm.policy import user_tables
 from tricomm.store.rendezvous import open_store
 
 OnMessage = Callable[[str, dict[str, Any]], None]
-_RENDEZVOUS = 60.0  # seconds for all ranks to arrive
+_RENDEZVOUS = 60.0  # seconds for the rendezvous of all ranks
 
 
 def run(request: TuningRequest, world_size: int, on_message: OnMessage) -> None:

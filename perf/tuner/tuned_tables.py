@@ -1,4 +1,4 @@
-"""Tuned tables: from decisions to rows, merged, and as text for people."""
+"""Tuned tables: made from decisions, merged, and printed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def decision_lines(decisions: Sequence[Decision], asked: int, simulated: bool) -
 
 
 def table_lines(file: Path, table: TunedTable) -> list[str]:
-    """A table for people: the box that it is for, and its rows."""
+    """A table as text: its kind of machine, and its rows."""
     versions = ", ".join(f"{name} {value}" for name, value in table.versions.items())
     mark = ", simulated: no GPU uses it" if table.simulated else ""
     head = [f"{file}", f"    {table.fingerprint}{mark}", f"    {table.date or 'no date'}; {versions or 'no versions'}"]

@@ -1,7 +1,7 @@
 """The ranks of a tuning run: rank 0 broadcasts tasks, all ranks do them, and rank 0 reads the answers.
 
-No rank decides anything by its own clock. Tasks and answers cross the store of the rendezvous and not the kernels under
-test, because these may be wrong or never return.
+No rank decides anything by its own clock. Tasks and answers are exchanged through the store of the rendezvous, not by
+the kernels under test, because these may be wrong or never return.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class TuningWorker:
         refused: dict[int, str] = {}
         for turn in range(task.repeats):
             order = range(len(task.candidates))
-            for at in order if turn % 2 == 0 else reversed(order):  # so that none always follows the same one
+            for at in order if turn % 2 == 0 else reversed(order):  # so that no candidate always follows the same one
                 if at in refused:
                     continue
                 try:
@@ -149,7 +149,7 @@ class TuningWorker:
 
 
 class Sampler:
-    """Is the result of a candidate right on this rank, and how long does it take?
+    """Checks the results of a candidate on this rank, and times it.
 
     By calls of `comm`, whose table is replaced by the candidate's row. All ranks do the same in the same order.
     """
