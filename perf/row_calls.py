@@ -112,7 +112,8 @@ def launched(
     def bind(function: Any, blocks: int, constexprs: dict[str, Any], bits: Any, aligned: bool, more: Any) -> Any:
         made.append(RowLaunch(choice, function, constexprs, bits))
 
-    launch_plan.make_fused(site, choice, _request(kernel, form, dtype, rows), aligned, mode, bind)
+    request = _request(form, dtype, rows, (kernel.algorithm, kernel.protocol))
+    launch_plan.make_fused(site, choice, request, aligned, mode, bind)
     return made[0]
 
 
@@ -121,7 +122,7 @@ def fitting(
 ) -> Choice | str:
     """The launch of `kernel` for such rows, or the reason why it does not support them. Raises `InvalidArgument` for
     rows that no call has."""
-    request = _request(kernel, form, dtype, rows)
+    request = _request(form, dtype, rows, (kernel.algorithm, kernel.protocol))
     try:
         choice = launch_plan.choose_fused(site, request, mode)
     except InvalidArgument as error:  # what this Triton does not compile
@@ -129,15 +130,21 @@ def fitting(
     return f"{form.name}: {choice}" if isinstance(choice, str) else choice
 
 
-def _request(kernel: Kernel, form: RowForm, dtype: torch.dtype, rows: int) -> Request:
-    request = Request("all_reduce", "sum", kernel.algorithm, kernel.protocol, epilogue=form.epilogue(dtype))
-    return request.sized(dtype, rows * form.hidden)
+def _request(
+    form: RowForm, dtype: torch.dtype, rows: int, forced: tuple[str | None, str | None] = (None, None)
+) -> Request:
+    return Request("all_reduce", "sum", *forced, epilogue=form.epilogue(dtype)).sized(dtype, rows * form.hidden)
+
+
+def decided(site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int, mode: str = "graph") -> Choice | str:
+    """A communicator's fused kernel for such rows, or why it has none. Raises `InvalidArgument` for rows that no call
+    has."""
+    return launch_plan.choose_fused(site, _request(form, dtype, rows), mode)
 
 
 def chosen(site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int) -> Kernel:
     """The kernel that a communicator chooses in a graph. Raises `InvalidArgument` if it does not fuse the call."""
-    request = Request("all_reduce", "sum", epilogue=form.epilogue(dtype)).sized(dtype, rows * form.hidden)
-    choice = launch_plan.choose_fused(site, request, "graph")
+    choice = decided(site, form, dtype, rows)
     if isinstance(choice, str):
         raise InvalidArgument(f"{rows} rows of {form.name}: {choice}")
     return registry.find(FUSED, choice.algorithm, choice.protocol)

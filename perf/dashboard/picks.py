@@ -15,7 +15,7 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.metrics.counters import KERNELS, NCCL
 from tricomm.perf import box, row_calls, units
 from tricomm.perf.box import Box
-from tricomm.policy import backend_choice, row_shapes, selection, user_tables
+from tricomm.policy import backend_choice, selection, user_tables
 from tricomm.policy.selection_facts import SelectionFacts
 
 Pick = Callable[[int], str | None]
@@ -68,10 +68,10 @@ def _plain(
 def _fused(known: Box, site: SelectionFacts, name: str, size: int, dtype: torch.dtype, mode: str) -> str | None:
     """The pick for a fused call; `name` is its operation, such as `norm@8192`."""
     form = row_calls.parse(name)
-    rows, bits = form.rows(size, dtype.itemsize), 8 * dtype.itemsize
+    rows = form.rows(size, dtype.itemsize)
     nbytes = rows * form.hidden * dtype.itemsize
     if backend_choice.decide(known.routes, "all_reduce", dtype, "sum", nbytes).backend == KERNELS:
-        choice = row_shapes.choose(site, FUSED, bits, form.hidden, rows, (None, None), form.quantize, mode)
+        choice = row_calls.decided(site, form, dtype, rows, mode)
         if isinstance(choice, selection.Choice):
             return f"{choice.algorithm}/{choice.protocol}"
     plain = _plain(known, site, "all_reduce", "sum", nbytes, dtype, mode)

@@ -33,6 +33,7 @@ WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for eac
 WORLDS = (2, 4, 8)
 KERNELS = (*registry.ALL, *registry.of(FUSED, 8))
 _ROWS = 32  # of a fused call
+_FORMS = (*(RowForm(quantize=quantize) for quantize in ("", *QUANTIZATIONS)), RowForm(top_k=8))
 _NARROWEST = {"fp8": 32, "fp8_per_token": 32, "nvfp4": 8}  # bits that a thread stores of four elements, or of a scale
 _OWN_ARRIVALS = "message_queues.end_message"  # counts a rank's own blocks
 _NAMES = ("kernel", "arch", "dtype", "op", "W", "aligned")
@@ -134,8 +135,7 @@ def left_out(archs: tuple[str, ...], name: str | None = None) -> list[str]:
     asked = [k for k in KERNELS if name in (None, k.name)]
     reasons = [(k.name, arch, k.why_not_compiled(int(arch.removeprefix("sm_")))) for arch in archs for k in asked]
     refused = {(named, arch) for named, arch, reason in reasons if reason}
-    for k, quantize in itertools.product(asked, ("", *QUANTIZATIONS)):
-        form = RowForm(quantize=quantize)
+    for k, form in itertools.product(asked, _FORMS):
         fitting = [arch for arch in archs if k in registry.FUSED and (k.name, arch) not in refused]
         calls = [(k.name, arch, row_calls.fitting(_site(arch, 8), k, form, torch.bfloat16, _ROWS)) for arch in fitting]
         reasons += [(named, arch, why) for named, arch, why in calls if isinstance(why, str)]
@@ -160,11 +160,11 @@ def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Varian
 
 
 def _of_rows(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Variant]:
-    """Rows of 8192 with each quantisation, in the shape that a communicator launches for 32 of them."""
+    """Rows of 8192 with each quantisation, and sums of experts' rows, in the shape that a communicator launches for 32
+    of them."""
     facts = itertools.product(WORLDS, ("bfloat16", "float16", "float32"), (True, False))
     for world_size, dtype, aligned in facts if everything else ((8, "bfloat16", True),):
-        for quantize in ("", *QUANTIZATIONS):
-            form = RowForm(quantize=quantize)
+        for form in _FORMS:
             choice = row_calls.fitting(_site(arch, world_size), kernel, form, getattr(torch, dtype), _ROWS)
             if not isinstance(choice, str):
                 shape = choice.block, choice.warps

@@ -21,6 +21,7 @@ from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import FinishedWork
 from tricomm.core.fused import fused_call, unfused
+from tricomm.core.fused.expert_rows import ExpertRows
 from tricomm.core.fused.fused_call import Epilogue, FusedArguments, FusedCall, scale_shape
 from tricomm.errors import InvalidArgument
 from tricomm.torch_hook import when
@@ -153,18 +154,19 @@ define(
 #   checked -> the group's dispatcher -> the communicator's fused call, if that is the route
 #                                     -> all-reduce over messages or NCCL, then torch
 # A group of another backend does the all-reduce, and torch the rest. `rms_norm` and its quantising forms reduce
-# nothing: torch computes the rest from x, with the bits of a fused call.
+# nothing: torch computes the rest from x, with the bits of a fused call. The forms `_of_experts`
+# sum experts' rows first: in the kernel, or by torch into x.
 
 
-def run_fused(group: Any, given: FusedArguments) -> FusedCall:
+def run_fused(group: Any, given: FusedArguments, experts: ExpertRows | None = None) -> FusedCall:
     """Make the call. On a GPU its outputs are ready in the order of the current stream, on a CPU when this returns.
 
-    Every rank of `group` calls it; with None nothing is reduced. Raises `InvalidArgument` before anything is sent, or
-    the group's fault.
+    Every rank of `group` calls it; with None nothing is reduced. With `experts`, x is memory for the rows.
+    Raises `InvalidArgument` before anything is sent, or the group's fault.
     """
     if not isinstance(given.x, torch.Tensor):
         raise InvalidArgument(f"all_reduce_rms_norm x: a torch.Tensor is needed, found {type(given.x).__name__}")
-    call = fused_call.checked(given, given.x.device)
+    call = fused_call.checked(given, given.x.device, experts)
     if call.x.numel() and group is None:
         with torch.no_grad():
             unfused.finish(call, call.x)
@@ -186,6 +188,7 @@ def _over_tricomm(group: TricommGroup, call: FusedCall) -> None:
         count=flat.numel(),
         device=flat.device,
         fused=call,
+        prepare=lambda: _sum_experts(call),
         finish=lambda: unfused.finish(call, total),
     )
 
@@ -207,6 +210,7 @@ def _over_another(group: Any, call: FusedCall) -> None:
 
 def _all_reduce_into(backend: Any, call: FusedCall, total: torch.Tensor) -> None:
     """Write the sum to `total`, by a backend that works in place."""
+    _sum_experts(call)
     if total.data_ptr() != call.x.data_ptr():
         total.copy_(call.x)
     options = c10d.AllreduceOptions()
@@ -214,19 +218,28 @@ def _all_reduce_into(backend: Any, call: FusedCall, total: torch.Tensor) -> None
     backend.allreduce([total], options).wait()
 
 
-_FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, float weight_bias"
+def _sum_experts(call: FusedCall) -> None:
+    if call.experts is not None:
+        call.x.copy_(call.experts.summed(call.x))
+
+
+_NORM = "Tensor weight, float eps, float weight_bias"
+_FUSED = f"Tensor x, Tensor? residual, {_NORM}"
+_EXPERTS = f"Tensor rows, Tensor places, Tensor? expert_weight, Tensor? shared, Tensor residual, {_NORM}"
 
 
 def _define_fused(suffix: str, more: tuple[str, ...], quantize: str | None, *results: str) -> None:
-    """Add `all_reduce_rms_norm{suffix}` and `rms_norm{suffix}`, with the further arguments `more`; they return the
-    outputs of a `FusedCall` that belong to `quantize`."""
+    """Add `all_reduce_rms_norm{suffix}`, `all_reduce_rms_norm{suffix}_of_experts` and `rms_norm{suffix}`, with the
+    further arguments `more`; they return the outputs of a `FusedCall` that belong to `quantize`."""
 
-    def run(group: Any, x: torch.Tensor, residual: torch.Tensor | None, *given: Any) -> Any:
+    def run(
+        group: Any, x: torch.Tensor, residual: torch.Tensor | None, *given: Any, experts: ExpertRows | None = None
+    ) -> Any:
         weight, eps, bias, *rest = given
         options: dict[str, Any] = dict(zip(more, rest, strict=True))
         residual = None if residual is None else residual.contiguous()
         asked = FusedArguments(x.contiguous(), residual, weight.contiguous(), eps, bias, quantize=quantize, **options)
-        call = run_fused(group, asked)
+        call = run_fused(group, asked, experts)
         return tuple(getattr(call, name).view(_form(name, x, call.epilogue)[0]) for name in results)
 
     def fake(x: torch.Tensor, *given: Any) -> Any:
@@ -235,12 +248,24 @@ def _define_fused(suffix: str, more: tuple[str, ...], quantize: str | None, *res
         forms = [_form(name, x, epilogue) for name in results]
         return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in forms)
 
+    def of_experts(*given: Any) -> Any:
+        summands: list[Any] = [None if t is None else t.contiguous() for t in given[:4]]
+        rows, places, weight, shared = summands
+        residual, group = given[4], _reducing_group(given[-1])
+        experts = ExpertRows(rows, places, weight, shared, places.shape[-1] if places.dim() else 0)
+        return run(group, _like(residual), residual, *given[5:-1], experts=experts)
+
     further = "".join(f", {_TYPES[name]} {name}" for name in more)
     returned = f"({', '.join(['Tensor'] * len(results))})"
     define(
         f"all_reduce_rms_norm{suffix}({_FUSED}{further}, str group) -> {returned}",
         lambda *given: run(_reducing_group(given[-1]), *given[:-1]),
         fake,
+    )
+    define(
+        f"all_reduce_rms_norm{suffix}_of_experts({_EXPERTS}{further}, str group) -> {returned}",
+        of_experts,
+        lambda *given: fake(given[4], *given[4:]),
     )
     define(f"rms_norm{suffix}({_FUSED}{further}) -> {returned}", partial(run, None), fake)
 

@@ -33,7 +33,9 @@ _FILES = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--bits", default="16,32", show_default=True, help="Widths of reduced elements: 8, 16, 32, 64, or all.")
 @click.option("--mode", help="eager, graph, or both in a list [default: what the device has].")
 @click.option("--sizes", default="1K:16M:4", show_default=True, help="Input bytes per rank, first:last:factor.")
-@click.option("--hidden", default="8192", show_default=True, help="Rows of all_reduce_rms_norm, a list.")
+@click.option(
+    "--hidden", default="8192", show_default=True, help="Rows of all_reduce_rms_norm, of experts too, a list."
+)
 @click.option("--quantize", help="Of all_reduce_rms_norm: none, fp8, fp8_per_token, nvfp4, a list [default: none].")
 @click.option("--budget", default="5m", show_default=True, help="Time to spend: 90s, 5m, 1h.")
 @click.option("--beside-compute", "beside", is_flag=True, help="For groups with Options(beside_compute=True).")

@@ -41,6 +41,37 @@ def _compiled(world, x, residual, weight, expected):
     return [] if len(held) == 1 else ["not in the graph"]
 
 
+def _summands(rank):
+    """Rows, places, weights and shared rows of three tokens, two experts each."""
+    draw = torch.Generator().manual_seed(rank)
+    rows, shared = (torch.randint(-4, 5, (count, 32), generator=draw).bfloat16() for count in (7, 3))
+    places = torch.tensor([[0, 6], [2, -1], [5, 3]]).int()
+    return rows, places, torch.randint(-2, 3, (3, 2), generator=draw).float(), shared
+
+
+def _of_experts(world, rank, world_size, scale):
+    """Each form over experts' rows against the same form over their sums, misses named; also compiled."""
+    o, name, wrong = torch.ops.tricomm, world.group_name, []
+    _, residual, weight = reference.inputs(rank, 3, 32, torch.bfloat16)
+    rows, places, factors, shared = _summands(rank)
+    there = (places >= 0)[..., None]
+    x = torch.where(there, rows[places.long()].float() * factors[..., None], 0).sum(1) + shared.float()
+    common = (residual, weight, EPS, 1.0)
+    forms = {"": (), "_fp8": (scale,), "_fp8_per_token": (), "_nvfp4": (scale, "swizzled_128x4")}
+    for suffix, more in forms.items():
+        exact = getattr(o, f"all_reduce_rms_norm{suffix}")(x.bfloat16(), *common, *more, name)
+        op = getattr(o, f"all_reduce_rms_norm{suffix}_of_experts")
+        given = (rows.t().contiguous().t(), places, factors, shared, *common, *more, name)
+        for call in (op, *([torch.compile(op, fullgraph=True, backend="aot_eager")] if not suffix else [])):
+            same = all(
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(call(*given), exact, strict=True)
+            )
+            wrong += [] if same else [f"of experts {suffix}"]
+    refused(lambda: o.all_reduce_rms_norm_of_experts(rows, places[0], None, None, *common, name), "expert places")
+    refused(lambda: o.all_reduce_rms_norm_of_experts(rows, places[0, 0], None, None, *common, name), "expert places")
+    return wrong
+
+
 def ops(rank, world_size, tell, url, route, backend, checked):
     """Every operation on a group of `backend`: numbers, opcheck, what torch.compile makes of it, refusals."""
     wrong = []
@@ -71,6 +102,12 @@ def ops(rank, world_size, tell, url, route, backend, checked):
         ]
         for op, more in forms[:checked]:
             torch.library.opcheck(op, (*common, *more, name))
+        wrong += _of_experts(world, rank, world_size, scale)
+        for op, more in forms[:checked]:
+            name_of = op._qualified_op_name.removeprefix("tricomm::")
+            torch.library.opcheck(
+                getattr(o, f"{name_of}_of_experts"), (*_summands(rank), residual, weight, EPS, 1.0, *more, name)
+            )
         wrong += _compiled(world, x, residual, weight, (norm, new))
         refused(lambda: o.all_reduce_rms_norm(x, residual, weight[:8], EPS, 0.0, name), "weight", "(8,)")
         refused(lambda: o.all_reduce_rms_norm(x, residual, weight, -1.0, 0.0, name), "eps=-1.0")
@@ -101,6 +138,7 @@ def wrapped(rank, world_size, tell, url, route):
         total = reference.summed(world_size, 3, 32, torch.float16)
         right = torch.equal(new.double(), total)
         right &= reference.within_an_ulp(norm, reference.norm_of(total, weight, EPS))
+        right &= not _of_experts(group, rank, world_size, torch.tensor([0.25]))
         counted = {r: sum(after[r].values()) - sum(before[r].values()) for r in ("kernels", "gloo")}
         eps = EPS if rank else 2 * EPS
         try:

@@ -54,9 +54,10 @@ def test_picks_are_those_of_explain(name: str) -> None:
             elements = units.row_elements(collective, size, kind.itemsize, 8)
             nbytes = units.input_bytes(collective, elements, kind.itemsize, 8)
             said.append((picks.of(scene, text)(size), comm.explain(collective, nbytes, kind)))
-        for size in (1 << 16, 1 << 26):
-            choice = comm.explain(FUSED, size, torch.bfloat16, hidden=8192, quantize="fp8")
-            pick = picks.of(_SCENE | _NORM | {"simulated": known.simulated}, text)
+        for size, top_k in product((1 << 16, 1 << 22, 1 << 26), (None, 8)):
+            choice = comm.explain(FUSED, size, torch.bfloat16, hidden=8192, quantize="fp8", top_k=top_k)
+            name = "fp8@8192" if top_k is None else "fp8@8192+top8"
+            pick = picks.of(_SCENE | _NORM | {"op": name, "simulated": known.simulated}, text)
             said.append((pick(size), replace(choice, algorithm=choice.counted_as)))
         return said
 

@@ -64,7 +64,9 @@ def test_results_are_checked_by_the_kernel_that_is_named(family: tuple[str, str]
     def body(comm: Any) -> tuple[int, int, str]:
         sampler = Sampler(comm)
         right = sampler.check(_POINT, candidate)
-        choice = comm.explain(FUSED, _POINT.nbytes, torch.bfloat16, hidden=64, quantize="fp8")
+        asked: dict[str, Any] = {"hidden": 64, "quantize": "fp8"}
+        choice = comm.explain(FUSED, _POINT.nbytes, torch.bfloat16, **asked)
+        assert choice == comm.explain(FUSED, _POINT.nbytes, torch.bfloat16, **asked, top_k=8)
         call: Any = sampler._call
         call.run = lambda: None
         return right, sampler.check(_POINT, candidate), f"{choice.algorithm}/{choice.protocol}"
