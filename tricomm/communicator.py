@@ -150,9 +150,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
         activity = Activity(group.name, group.rank, group.world_size, group.device, monitor.waited, group.gpu)
         activity.held, activity.origin = group.memory, group.origin
         publish.add(activity)
-        remedy = "" if store is None else "go on by shrink() or replace()"
-        if router is not None:
-            remedy = "shrink a process group by tricomm.shrink(group)"
+        remedy = "" if store is None or router is not None else "go on by shrink() or replace()"
         faults = Faults(group, monitor, remedy)
         launcher = Launcher(group, faults, monitor)
         planner = Planner(group, faults, launcher, monitor, activity, tuned, router)

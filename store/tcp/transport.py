@@ -58,7 +58,7 @@ class Transport:
         self.others_from_next = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         here = process.node_id(), process.pid_namespace()
         self.visible = {r for r in self.others if (self.members[r].node, self.members[r].pid_namespace) == here}
-        self._loss = Loss()
+        self._loss, self.remedy = Loss(), "make a new one"
         self._errors: list[TricommError] = []  # the first one counts; no lock that an interrupt could leave taken
         self.store, self.generation = PrefixStore("lost", generation.store), generation.name
         self._lock: Any = threading.RLock()  # only to see that this thread has it (`_refuse_reentry`)
@@ -278,7 +278,7 @@ class Transport:
         told of the loss, then `GroupAborted`."""
         if self.error is not None:
             kind = GroupAborted if self._loss.told else type(self.error)
-            text = f"{self.name}: {what} on a group that is lost; make a new one. Lost by: {self.error}"
+            text = f"{self.name}: {what} on a group that is lost; {self.remedy}. Lost by: {self.error}"
             raise self.of_loss(kind(text)) from self.error
 
     def of_loss(self, error: TricommError) -> TricommError:

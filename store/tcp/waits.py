@@ -35,7 +35,7 @@ class Connections(Protocol):
     """The part of a `Transport` that a wait uses.
 
     `visible` are the ranks whose processes this one can look at; `stall` is in seconds; `generation` is the name of the
-    group's.
+    group's; `remedy` says how the ranks go on once the group is lost.
     """
 
     rank: int
@@ -46,6 +46,7 @@ class Connections(Protocol):
     generation: str
     stall: float
     store: Any
+    remedy: str
 
     @property
     def error(self) -> TricommError | None: ...
@@ -170,7 +171,7 @@ class Wait:
                 transport.shut_down()
         lost_by = transport.error
         assert lost_by is not None, "a transport is lost before its calls are judged"
-        error = transport.of_loss(type(lost_by)(f"{self.what()}: {lost_by}. The group is lost; make a new one"))
+        error = transport.of_loss(type(lost_by)(f"{self.what()}: {lost_by}. The group is lost; {transport.remedy}"))
         error.__cause__ = self.cause
         return error
 

@@ -16,14 +16,11 @@ from tricomm.c10d.call_recording import GroupRecorders
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, options_for, torch_backend
 from tricomm.c10d.cpu_calls import CpuCalls
 from tricomm.c10d.fallback_backends import Backends
-from tricomm.c10d.group_calls import OPERATIONS, GroupCall
-from tricomm.c10d.streams import GroupStream
-from tricomm.c10d.torch_names import c10d
-from tricomm.c10d.work_handles import FinishedWork
+from tricomm.c10d.group_calls import GroupCall
+from tricomm.c10d.streams import FastPath, GroupStream
 from tricomm.communicator import Communicator
 from tricomm.core import bootstrap
 from tricomm.core.bootstrap import pick_device
-from tricomm.core.calls.internal_calls import Internal
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
@@ -33,61 +30,6 @@ from tricomm.options import Options
 from tricomm.policy.backend_choice import BackendChoice, GroupFacts, Router
 from tricomm.store.bounded_store import first_line
 from tricomm.store.control import PackedDescriptor
-
-# One handle for all calls, because the caller already has the result of a finished call.
-_FINISHED = FinishedWork([])
-# Keyed by hash, which is a ReduceOp's number, because comparing two ReduceOps takes microseconds.
-_NAMES = {
-    hash(c10d._make_nccl_premul_sum(2.0) if name == "PREMUL_SUM" else c10d.ReduceOp(getattr(c10d.ReduceOp, name))): ours
-    for name, ours in OPERATIONS.items()
-}
-_DISTINCT = len(_NAMES) == len(set(OPERATIONS.values()))
-
-
-class FastPath:
-    """One group's small synchronous all_reduces, the most frequent call, in which every microsecond counts.
-
-    It makes no decisions: the dispatcher adds each call that it has sent to the kernels, and the fast path repeats that
-    call on the caller's stream. The dispatcher makes all other calls, including wrong ones.
-    """
-
-    def __init__(self) -> None:
-        self._comm: Internal | None = None
-        self._repeat: Callable[[str, torch.Tensor], bool] | None = None
-        self.made = 0
-
-    def learn(self, comm: Internal, x: torch.Tensor, op: str) -> None:
-        """From now on repeat all_reduces of tensors like `x`, of which `comm` has just made one, flattened.
-
-        For one communicator only: a group has one, unless its process uses several GPUs.
-        """
-        if self._comm in (None, comm) and _DISTINCT and comm.remember(op, x):
-            self._comm, self._repeat = comm, comm.repeat
-
-    def clear(self) -> None:
-        """Repeat no calls: the group is closed."""
-        self._comm = self._repeat = None
-
-    @sends
-    def all_reduce(self, tensors: Any, opts: Any) -> FinishedWork | None:
-        """Repeat a known call and return its handle; None, with nothing done, if the call is not known.
-
-        The call is ordered on the caller's stream, and the next call raises its faults. So a timeout that is given with
-        the call has no effect.
-        """
-        repeat = self._repeat
-        try:
-            if repeat is None or opts.asyncOp or type(tensors) is not list:
-                return None
-            (x,) = tensors
-            op = _NAMES[hash(opts.reduceOp)]
-        except (KeyError, ValueError, AttributeError):  # not known, not a single tensor, or a short form of the options
-            return None
-        if not repeat(op, x):  # new to the communicator, or needs the checks of a first call
-            return None
-        self.made += 1
-        return _FINISHED
-
 
 _MOST_RECORDS = 1024
 _CPU = torch.device("cpu")
@@ -225,6 +167,9 @@ class Dispatcher:
             router.facts = replace(router.facts, no_kernels=why)
             return
         self._comms[device] = comm
+        if comm._internal.group.control.peers:
+            self._backends.shrinks()
+        comm._internal.faults.remedy = self._backends.remedy
         if self._lost is not None:  # the caller was interrupted meanwhile
             comm._internal.faults.interrupted(self._lost)
         # If the kernels' group is aborted, a rank in NCCL may be waiting for a rank that never comes.
@@ -331,7 +276,9 @@ class Dispatcher:
         if self._backends.transport is not None:
             self._backends.transport.check_usable(what)
         if self._lost is not None:
-            raise GroupAborted(f"{self._config}: {what} on a group that is lost; make a new one. Lost by: {self._lost}")
+            raise GroupAborted(
+                f"{self._config}: {what} on a group that is lost; {self._backends.remedy}. Lost by: {self._lost}"
+            )
 
     def abort_waits(self, error: TricommError) -> None:
         """End all waits on the connections, here and on the other ranks, with `error`; any thread may call it."""

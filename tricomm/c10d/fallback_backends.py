@@ -31,12 +31,21 @@ class Backends:
     transport   the group's TCP connections; if they serve the CPU, there is no native backend for it
     owned       whether the backends end with the group; not if they belong to a wrapped group
     generation  the group's keys in the store, deleted with the group; None if they belong to another group
+    remedy      how the ranks go on once the group is lost, in words
     """
 
     native: dict[str, Any]
     transport: Transport | None = None
     owned: bool = True
     generation: Generation[Capabilities] | None = None
+    remedy: str = "make a new one"
+
+    def shrinks(self) -> None:
+        """The ranks share memory, over which `tricomm.shrink` works unless the group wraps another one."""
+        if self.owned:
+            self.remedy = "shrink it by tricomm.shrink(group), or make a new one"
+            if self.transport is not None:
+                self.transport.remedy = self.remedy
 
     @property
     def devices(self) -> list[str]:

@@ -39,12 +39,13 @@ class Faults:
 
     handles    counts the handles of calls
     completed  calls whose handles have numbers up to this one had completed before the group had a fault
+    remedy     what the ranks can do after a fault, in words
     """
 
     def __init__(self, group: Group, monitor: Monitor, remedy: str = "") -> None:
         """`remedy`: what ranks that share memory can do after a fault, in words."""
         self.group = group
-        self._remedy = f"{remedy}, or make" if remedy and group.control.peers else "make"
+        self.remedy = f"{remedy}, or " * bool(remedy and group.control.peers) + "make a new communicator"
         self.monitor = self._monitor = monitor
         self._counting = threading.Lock()
         self.handles, self.completed = itertools.count(1), 0
@@ -103,8 +104,8 @@ class Faults:
             fault = self._monitor.abort(self.of(GroupAborted, "the group was aborted"))
         kind = getattr(errors, fault.kind, GroupAborted)
         raise kind(
-            f"{self.group}, sequence {fault.sequence}: {fault.text}. The group is lost; {self._remedy} a new "
-            f"communicator.{self.group.recorder.report()}"
+            f"{self.group}, sequence {fault.sequence}: {fault.text}. The group is lost; {self.remedy}."
+            f"{self.group.recorder.report()}"
         )
 
     def raise_lost(self, rank: int) -> NoReturn:

@@ -188,6 +188,32 @@ def test_groups_that_cannot_shrink_are_refused_with_a_remedy(rank, world_size, t
         assert dist.group.WORLD is world and total() == 2.0
 
 
+def loses_a_message(rank, world_size, tell, url, group):
+    with default_group(rank, world_size, url, "gloo" if group == "gloo" else "kernels"):
+        pg = dist.group.WORLD if group != "wrapped" else tricomm.wrap(dist.new_group(backend="gloo"))
+        if group in ("kernels", "wrapped"):
+            assert total(pg) == 2.0
+        ranks.together(url, rank, range(world_size))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        lost = total if group == "wrapped" else lambda pg: dist.recv(torch.ones(1), 1, group=pg)
+        texts = [attempt(lambda: lost(pg))[:2] for _ in "ab"]
+        return texts, attempt(lambda: tricomm.shrink(pg))[0]
+
+
+@pytest.mark.parametrize("group", ["kernels", "kernels, no call", "gloo", "wrapped"])
+def test_a_lost_message_names_shrink_where_it_works(group, url):
+    with ranks.start(2, loses_a_message, url, group) as started:
+        outcome = started.results([0])[0]
+    works = group == "kernels"
+    assert outcome.error is None, outcome
+    texts, shrunk = outcome.value
+    assert [kind for kind, _ in texts] == ["PeerDied", "GroupAborted"], texts
+    for _, text in texts:
+        assert "make a new one" in text and ("shrink it by tricomm.shrink(group), or" in text) is works, text
+    assert shrunk == ("nothing" if works else "InvalidArgument")
+
+
 @ranks.each(2)
 def test_wrong_arguments_and_callbacks_are_refused_and_the_group_stays(rank, world_size, tell, url):
     with default_group(rank, world_size, url, "kernels"):
