@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,13 +183,13 @@ def shrink(
     comm = _agreeing(old)
     limit = seconds(old._config.timeout if timeout is None else timeout, "timeout")
     deadline, made = Deadline(limit), list[tuple[TricommGroup, Any]]()
-    old._dispatcher._cpu.drain(limit, old._dispatcher)
+    drain = partial(old._dispatcher._cpu.drain, limit, old._dispatcher)
 
     def make(control: ControlPage, members: tuple[int, ...]) -> None:
         made.append(_smaller(old, control, members, deadline))
 
     try:
-        comm._shrink_into(exclude, max(deadline.left, 1e-3), make)
+        comm._shrink_into(exclude, limit, drain, make)
     except BaseException:
         for new, _ in made:
             _end(new)

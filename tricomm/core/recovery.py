@@ -96,7 +96,7 @@ class Survivor:
     def connect(self) -> ControlPage:
         terms, shrink = self._terms, self._shrink
         left = max(shrink.deadline.left, 1e-3)
-        store = self._meetings.call(shrink.nonce, shrink.members[0] == terms.rank, left)
+        store = self._meetings.call(shrink.nonce, self.new, shrink.members[0] == terms.rank, left)
         agreed, left = bootstrap.digest(terms), max(shrink.deadline.left, 1e-3)
         return handshake(store, terms.rank, terms.world_size, left, agreed, self._look)
 

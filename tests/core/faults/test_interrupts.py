@@ -11,7 +11,10 @@ from torch.distributed import HashStore
 import tricomm
 from tests import ranks
 from tests.core.bodies import interrupt_bodies as bodies
+from tests.core.bodies.common_bodies import attempt, right
+from tests.core.faults.test_shrink import made
 from tests.marks import some
+from tricomm.core.calls.recovery_methods import RecoveryMethods
 from tricomm.errors import GroupAborted, InvalidArgument
 
 SECONDS = 1.0 + ranks.BUSY
@@ -148,6 +151,48 @@ RECOVERIES = [bodies.shrunk, bodies.replaced]
 @pytest.mark.parametrize("recover", RECOVERIES)
 def test_some_lines_of_a_recovery(recover, tmp_path):
     check_recovery(61, recover, tmp_path)
+
+
+def stopped_at(rank, world_size, tell, url, recover, step):
+    """Rank 0 is interrupted at a `step` of its recovery: what each rank got, and the group of the next one."""
+    comm = made(url, rank, world_size)
+    usual = getattr(RecoveryMethods, step)
+
+    def interrupt(*given, **keywords):
+        setattr(RecoveryMethods, step, usual)
+        raise KeyboardInterrupt
+
+    if rank == 0:
+        setattr(RecoveryMethods, step, interrupt)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            recover(comm)
+        text, kind = "", "KeyboardInterrupt"
+    else:
+        time.sleep(0.2)
+        began = time.monotonic()
+        kind, text, _ = attempt(lambda: recover(comm, timeout=3 * ranks.BUSY))
+    took = time.monotonic() - began
+    ranks.together(url, 10 + rank, range(10, 10 + world_size))
+    comm = recover(comm)
+    right(comm)
+    comm.close()
+    return kind, text, took
+
+
+@pytest.mark.parametrize("step", ["_end_calls", "_check_recoverable"])
+@pytest.mark.parametrize("recover", RECOVERIES)
+def test_an_interrupt_before_the_ranks_agree_is_told(recover, step, url):
+    """One that comes before the call has begun is not: the others name the rank when their time is up."""
+    with ranks.start(3, stopped_at, url, recover, step) as started:
+        outcomes = started.results()
+    assert [outcome.error for outcome in outcomes] == [None] * 3, outcomes
+    for kind, text, took in [outcome.value for outcome in outcomes[1:]]:
+        if step == "_end_calls":
+            assert kind == "GroupAborted" and "rank 0 was stopped by KeyboardInterrupt" in text, (kind, text)
+            assert took < SECONDS
+        else:
+            assert kind == "CollectiveTimeout" and "rank(s) [0] did not call" in text, (kind, text)
 
 
 @pytest.mark.soak

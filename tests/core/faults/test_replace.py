@@ -322,7 +322,7 @@ def test_a_suspended_group_gets_a_new_rank_and_resumes(url):
 
 @ranks.each(2)
 def test_processes_that_are_all_new_are_told_to_make_a_group(rank, world_size, tell, url):
-    Meetings(stored(url, rank, 2)).call(bytes(16), rank == 0, 10)
+    Meetings(stored(url, rank, 2)).call(bytes(16), [0, 1], rank == 0, 10)
     kind, text, _ = attempt(lambda: joined(url, rank, 2))
     assert kind == "InvalidArgument" and "all ranks are new" in text, (kind, text)
 

@@ -160,3 +160,45 @@ def test_another_thread_closes_the_communicator_during_replace(rank, world_size,
     del comm
     gc.collect()
     assert more_than(before, *OWN) == {}
+
+
+@ranks.each(3)
+def test_a_new_rank_with_a_number_that_runs_disturbs_nobody_and_is_told(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    if rank == 2:
+        comm.close()
+        kind, text, _ = attempt(lambda: joined(url, 1, 3, 2 * ranks.BUSY))
+        assert kind == "RendezvousError" and "did not call replace for rank 1; they" in text and "rank(s) [2]" in text
+        ranks.together(url, 12, range(10, 13))
+        comm = joined(url, 2, 3)
+    else:
+        until_fault(comm)
+        kind, text, _ = attempt(lambda: comm.replace(2, timeout=3 * ranks.BUSY))
+        assert kind == "RendezvousError" and "rank(s) [2] did not come" in text, (kind, text)
+        ranks.together(url, 10 + rank, range(10, 13))
+        comm.replace(2)
+    use(comm, 4)
+    comm.close()
+
+
+@ranks.each(3)
+def test_recoveries_leave_no_more_keys_in_the_store(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    counts = []
+    for turn in range(6):
+        if turn % 2 == 0:
+            comm.replace([])
+        elif rank == 2:
+            comm.close()
+            comm = joined(url, 2, 3)
+        else:
+            until_fault(comm)
+            comm.replace()
+        use(comm, 2)
+        comm.barrier()
+        if turn == 2:
+            comm = comm.shrink([])
+        counts.append(comm._store.num_keys())
+        ranks.together(url, 10 * turn + 10 + rank, range(10 * turn + 10, 10 * turn + 13))
+    comm.close()
+    assert counts[-1] <= counts[1], counts

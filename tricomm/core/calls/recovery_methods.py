@@ -66,32 +66,34 @@ class RecoveryMethods:
 
         On return this communicator is closed. Raises within `timeout` seconds (default: the communicator's), on all
         ranks that are left, which may then call it again: `InvalidArgument` if they exclude different ranks, `PeerDied`
-        if another rank ends meanwhile, `CollectiveTimeout` that names ranks that do not call it, `ResourceError`. A
-        group without a fault stays usable until the ranks agree. An excluded rank that still runs gets the group's
-        fault in its call or at its next one, and `GroupAborted` if it calls this.
+        if another rank ends meanwhile, `CollectiveTimeout` that names ranks that do not call it, `GroupAborted` if a
+        rank is interrupted in its call, `ResourceError`. A group without a fault stays usable until the ranks agree. An
+        excluded rank that still runs gets the group's fault in its call or at its next one, and `GroupAborted` if it
+        calls this.
         """
         out = arguments.excluded(exclude, self._group.rank, self._group.world_size)
-        with self._recovering("shrink", timeout) as deadline:
-            shrink = self._agreement(out, deadline)
+        with self._recovering("shrink", out, timeout) as shrink:
             return self._recovered("shrink", shrink, lambda: None, self._fewer, lambda comm: self.close())
 
     @guarded
     def _shrink_into(
-        self, exclude: Collection[int] | None, timeout: float, make: Callable[[ControlPage, tuple[int, ...]], None]
+        self,
+        exclude: Collection[int] | None,
+        timeout: float,
+        drain: Callable[[], None],
+        make: Callable[[ControlPage, tuple[int, ...]], None],
     ) -> None:
-        """Agree as `shrink` does, and let `make` set up what these ranks have instead of this communicator: it is
-        called with pages of theirs, which end with this call, and with their numbers here. Returns on all of them or
-        raises on all. This communicator then has a fault, and is not closed."""
+        """Agree as `shrink` does, after `drain`, and let `make` set up what these ranks have instead of this
+        communicator: it is called with pages of theirs, which end with this call, and with their numbers here. Returns
+        on all of them or raises on all. This communicator then has a fault, and is not closed."""
         group = self._group
         out = arguments.excluded(exclude, group.rank, group.world_size)
-        with self._recovering("shrink", timeout) as deadline, ExitStack() as undo:
-            shrink = self._agreement(out, deadline)
-            undo.callback(shrink.close)
+        with self._recovering("shrink", out, timeout, drain=drain) as shrink, ExitStack() as undo:
             try:
                 shrink.agree()
                 self._faults.abort(GroupAborted, f"ranks {list(shrink.members)} have gone on as a smaller group")
                 undo.push(partial(bootstrap.leave, control := shrink.connect()))
-                control.agree(None, "shrink", deadline.left)
+                control.agree(None, "shrink", shrink.deadline.left)
                 make(control, shrink.members)
                 shrink.decide()
             except BaseException as error:
@@ -128,21 +130,31 @@ class RecoveryMethods:
         out = arguments.replaced(rank, self._group.rank, self._group.world_size)
         if store is not None and not isinstance(store, Store):
             raise InvalidArgument(f"replace: store={store!r}: a store of torch.distributed is needed")
-        with self._recovering("replace", timeout) as deadline:
+        with self._recovering("replace", out, timeout, again=True) as shrink:
             from tricomm.store.meetings import Meetings
 
-            shrink = self._agreement(out, deadline, again=True)
             at: Any = store or self._store
             meetings = Meetings(at)
-            refuse, prepare = partial(self._refuse_new, out or (), at, deadline), partial(self._with_new, at, meetings)
+            refuse = partial(self._refuse_new, out or (), at, shrink.deadline)
+            prepare = partial(self._with_new, at, meetings)
             try:
                 self._recovered("replace", shrink, refuse, prepare, self._become)
             finally:
                 meetings.end()
 
     @contextmanager
-    def _recovering(self, what: str, timeout: float | timedelta | None) -> Iterator[Deadline]:
-        """Around a recovery, one at a time, after this rank's calls."""
+    def _recovering(
+        self,
+        what: str,
+        out: frozenset[int] | None,
+        timeout: float | timedelta | None,
+        again: bool = False,
+        drain: Callable[[], None] = lambda: None,
+    ) -> Iterator[Shrink]:
+        """Around this rank's part in a recovery, which begins after `drain` and this rank's calls. One at a time; if it
+        raises, the other ranks are told."""
+        from tricomm.store.shrink import Shrink
+
         group, lock = self._group, self._group.recovering
         limit = group.timeout if timeout is None else seconds(timeout, "timeout")
         deadline = Deadline(limit)
@@ -154,15 +166,21 @@ class RecoveryMethods:
             if group is not self._group:
                 raise GroupAborted(f"{group}: {what}: another thread has made the group again")
             self._check_recoverable(what)
-            self._end_calls(deadline)
-            yield deadline
+            shrink = Shrink(group.control, out, deadline, again)
+            try:
+                if (error := group.captured(what)) is not None:
+                    raise error
+                drain()
+                self._end_calls(deadline)
+                yield shrink
+            except BaseException as error:
+                with suppress(GroupAborted):  # another thread has closed this one
+                    shrink.give_up(error)
+                raise
+            finally:
+                shrink.close()
         finally:
             lock.release_all()
-
-    def _agreement(self, out: frozenset[int] | None, deadline: Deadline, again: bool = False) -> Shrink:
-        from tricomm.store.shrink import Shrink
-
-        return Shrink(self._group.control, out, deadline, again)
 
     def _check_recoverable(self, what: str) -> None:
         from tricomm.store.shrink import MOST_RANKS
@@ -177,8 +195,6 @@ class RecoveryMethods:
                 f"{what}: only ranks that share memory can agree, {MOST_RANKS} at most, and these cannot: make a new "
                 "communicator over a store"
             )
-        if (error := group.captured(what)) is not None:
-            raise error
 
     def _end_calls(self, deadline: Deadline) -> None:
         """Wait for this rank's calls, unless the group has a fault, which ends them."""
@@ -219,8 +235,6 @@ class RecoveryMethods:
                     of = f" (the smaller group's ranks are {list(shrink.members)} of this one)" if fewer else ""
                     error.args = (f"{group}: {what}: {error}{of}",)
                 raise
-            finally:
-                shrink.close()
             finish(comm)
             return comm  # type: ignore[no-any-return]
         except BaseException as error:
