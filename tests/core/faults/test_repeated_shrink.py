@@ -246,3 +246,14 @@ def test_without_errors_that_are_shown_a_next_call_hears_one_of_before(shown, mo
         made = in_threads(2, calls)
         assert all_or_none(made) is shown
         close(made)
+
+
+def test_a_rank_that_waits_for_a_next_call_is_told_why_the_last_one_failed():
+    with nothing_left(), pages(2) as old:
+        for rank, why in enumerate(("no time", "no memory")):
+            with pytest.raises(ResourceError):
+                refused(old[rank], ResourceError(why))
+        with pytest.raises(
+            CollectiveTimeout, match=r"rank\(s\) \[1\] did not call .*rank 1's last call failed: no memory"
+        ):
+            shrunk(old[0], frozenset(), 0.3)

@@ -289,6 +289,29 @@ def test_the_end_of_a_host_is_seen_while_its_store_is_joined(short, monkeypatch)
 
 
 @ranks.each(2)
+def test_an_interrupt_in_the_wait_for_earlier_calls_is_told(rank, world_size, tell, url):
+    with default_group(rank, world_size, url, "kernels") as old:
+        assert total() == 2.0
+        calls = old._dispatcher._cpu
+        if rank == 0:
+
+            def interrupted(*given):
+                del calls.drain
+                raise KeyboardInterrupt
+
+            calls.drain = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                tricomm.shrink()
+        else:
+            kind, text, seconds = attempt(lambda: tricomm.shrink(timeout=60))
+            assert kind == "GroupAborted" and "rank 0 was stopped by KeyboardInterrupt" in text, (kind, text)
+            assert seconds < 1.0 + ranks.BUSY
+        ranks.together(url, rank, range(world_size))
+        tricomm.shrink(exclude=[])
+        assert total() == 2.0
+
+
+@ranks.each(2)
 def test_an_interrupt_at_the_end_leaves_a_group(rank, world_size, tell, url):
     with default_group(rank, world_size, url, "kernels") as old:
         assert total() == 2.0
