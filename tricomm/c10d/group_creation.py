@@ -27,7 +27,7 @@ from tricomm.c10d.capabilities import GroupConfig, exchange_capabilities
 from tricomm.c10d.dispatch import Dispatcher
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
-from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.torch_names import c10d, register, unregister
 from tricomm.communicator import Communicator
 from tricomm.core.entry_guard import name_refusal
 from tricomm.deadline import Deadline
@@ -134,33 +134,9 @@ def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
     store = c10d.PrefixStore(name, world.pg_map[group][1])
     config = GroupConfig(store, group.rank(), group.size(), timeout, ranks, name)
     wrapped = make(config, options, native=backends)
-    _register(world, wrapped, name, ("tricomm", store), world.pg_backend_config[group], f"tricomm:{name}")
+    register(world, wrapped, name, ("tricomm", store), world.pg_backend_config[group], f"tricomm:{name}")
     _wrapped[group] = wrapped
     return wrapped
-
-
-def _register(world: Any, group: Any, name: str, made_by: tuple[str, Any], backend_config: str, *tags: str) -> None:
-    """Register `group` with torch, by `tags` and its ranks. `made_by`: its backend's name, and the store for its
-    subgroups."""
-    world.pg_map[group] = made_by
-    world.pg_names[group] = name
-    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(group._config.ranks)}
-    world.pg_backend_config[group] = backend_config
-    world.pg_to_tag[group] = tags[0]
-    for tag in tags:
-        world.tags_to_pg.setdefault(tag, []).append(group)
-    c10d._register_process_group(name, group)
-
-
-def _unregister(world: Any, group: Any) -> None:
-    """Unregister `group` from torch, as `dist.destroy_process_group` does."""
-    name, tag = world.pg_names.pop(group), world.pg_to_tag.pop(group, None)
-    for known in (world.pg_map, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
-        known.pop(group, None)
-    for tagged in (tag, ""):  # torch registers its own groups under both
-        if group in world.tags_to_pg.get(tagged, ()):
-            world.tags_to_pg[tagged].remove(group)
-    c10d._unregister_process_group(name)
 
 
 def shrink(
@@ -299,7 +275,7 @@ def _take_place(old: Any, new: TricommGroup, store: Any) -> None:
     name = new._config.name
     new.setGroupDesc(f"{old.getGroupDesc() or old.group_name}:shrunk")
     backend, config = world.pg_map[old][0], world.pg_backend_config[old]
-    _register(world, new, name, (backend, store), config, f"ptd:{name}", "")  # as torch's own groups
+    register(world, new, name, (backend, store), config, f"ptd:{name}", "")  # as torch's own groups
     ended = [group for group in world.pg_names if group is not new] if default else [old]
     if default:
         distributed_c10d._update_default_pg(new)
@@ -309,7 +285,7 @@ def _take_place(old: Any, new: TricommGroup, store: Any) -> None:
             log.warning("the default group has shrunk, and its ranks have new numbers: %s are destroyed", others)
     for group in ended:
         _end(group)
-        _unregister(world, group)
+        unregister(world, group)
 
 
 def _end(group: Any) -> None:

@@ -1,4 +1,5 @@
-"""torch's c10d classes, typed as `Any`, because their stubs are incomplete and differ between versions."""
+"""torch's c10d classes, typed as `Any`, because their stubs are incomplete and differ between versions; and
+torch's tables of groups."""
 
 from __future__ import annotations
 
@@ -56,3 +57,27 @@ class AnsweringGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
+
+
+def register(world: Any, group: Any, name: str, made_by: tuple[str, Any], backend_config: str, *tags: str) -> None:
+    """Register `group` with torch, by `tags` and its ranks. `made_by`: its backend's name, and the store for its
+    subgroups."""
+    world.pg_map[group] = made_by
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(group._config.ranks)}
+    world.pg_backend_config[group] = backend_config
+    world.pg_to_tag[group] = tags[0]
+    for tag in tags:
+        world.tags_to_pg.setdefault(tag, []).append(group)
+    c10d._register_process_group(name, group)
+
+
+def unregister(world: Any, group: Any) -> None:
+    """Unregister `group` from torch, as `dist.destroy_process_group` does."""
+    name, tag = world.pg_names.pop(group), world.pg_to_tag.pop(group, None)
+    for known in (world.pg_map, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
+        known.pop(group, None)
+    for tagged in (tag, ""):  # torch registers its own groups under both
+        if group in world.tags_to_pg.get(tagged, ()):
+            world.tags_to_pg[tagged].remove(group)
+    c10d._unregister_process_group(name)
