@@ -1,4 +1,5 @@
-"""Registers the backend, the operators and `batch_isend_irecv` with torch. The first use imports `tricomm.c10d`.
+"""Registers the backend and the operators with torch, and wraps its functions that need to know them. The first use
+imports `tricomm.c10d`.
 
 A process that only makes a `Communicator` never imports `tricomm.c10d`.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -25,6 +27,8 @@ def register() -> None:
     vars(torch.ops)["tricomm"] = _Operators("tricomm")
     both: Any = dist, distributed_c10d
     both[0].batch_isend_irecv = both[1].batch_isend_irecv = _together(dist.batch_isend_irecv)
+    reducer = both[0].Reducer
+    reducer._set_forward_pass_work_handle = _keeping(reducer._set_forward_pass_work_handle)
     if hasattr(dist, "shrink_group"):  # torch 2.10
         both[0].shrink_group = both[1].shrink_group = _shrinking(dist.shrink_group)
     if hasattr(distributed_c10d, "_validate_shrink_backend_requirements"):
@@ -60,6 +64,21 @@ def _together(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], li
         return group.batch(ops, run) if _is_ours(group) else run(p2p_op_list)
 
     return batch_isend_irecv
+
+
+_works: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by reducer
+
+
+def _keeping(run: Callable[..., None]) -> Callable[..., None]:
+    """`run`, by which DDP's `join` passes the handle of a call to its reducer in C++, which keeps only the C++ half of
+    the object alive. Once the Python half is freed, the reducer waits for it for ever."""
+
+    @functools.wraps(run)
+    def set_handle(reducer: Any, work: Any, use_static_world_size: bool) -> None:
+        _works[reducer] = work
+        run(reducer, work, use_static_world_size)
+
+    return set_handle
 
 
 def _shrinking(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,20 +3,26 @@
 import shutil
 import subprocess
 import sys
+import weakref
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import ranks
 from tests.c10d.bodies import compiled_bodies
 from tests.c10d.bodies import train_bodies as bodies
 from tests.c10d.bodies.groups import ROUTES
+from tricomm.c10d import group_over
+from tricomm.c10d.work_handles import FinishedWork
 
 HOWS = ["plain", "static", "unused", "hook", "python hook", "built-in hook"]
 CASES = [
     *[(f"ddp, {how}", bodies.ddp, "gloo", how, 4) for how in HOWS],
     *[(f"ddp over the kernels, {how}", bodies.ddp, "kernels", how, 3) for how in ("plain", "hook")],
     ("ddp with uneven inputs", bodies.uneven_join),
+    ("ddp with uneven inputs, averaged over the ranks that still have some", bodies.uneven_join, False),
     *[
         (f"{body.__name__}, {route}", body, route)
         for body in (bodies.dtensor, bodies.functionals, bodies.ops)
@@ -48,6 +54,29 @@ def outcomes(tmp_path_factory):
 def test_in_turn(name, outcomes):
     (body,) = (case[1] for case in CASES if case[0] == name)
     assert outcomes(name) == [WANTED.get(body, [])] * 2
+
+
+def keeps_the_handle(set_handle):
+    """Whether a reducer keeps the Python half of the handle that `set_handle` passes to it; C++ keeps the other one."""
+    group = group_over(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    reducer = dist.Reducer([torch.nn.Parameter(torch.ones(1))], [[0]], [1 << 20], group)
+    work = FinishedWork([])
+    alive = weakref.ref(work)
+    set_handle(reducer, work, False)
+    del work
+    kept = alive() is not None
+    del reducer
+    assert alive() is None
+    group.shutdown()
+    return kept
+
+
+def test_a_reducer_keeps_the_handle_of_join_as_long_as_it_lives():
+    assert keeps_the_handle(dist.Reducer._set_forward_pass_work_handle)
+
+
+def test_without_the_wrapper_it_would_wait_for_a_handle_that_is_freed():
+    assert not keeps_the_handle(dist.Reducer._set_forward_pass_work_handle.__wrapped__)
 
 
 def test_ddp_does_not_deadlock(url):

@@ -91,12 +91,12 @@ def _reference(world_size, steps):
     return list(net.parameters())
 
 
-def uneven_join(rank, world_size, tell, url):
+def uneven_join(rank, world_size, tell, url, divide_by_initial_world_size=True):
     """DDP's join: ranks with different numbers of batches."""
     with default_group(rank, world_size, url):
         wrapped = DistributedDataParallel(model())
         optimiser = torch.optim.SGD(wrapped.parameters(), lr=0.05)
-        with wrapped.join():
+        with wrapped.join(divide_by_initial_world_size):
             for step in range(3 + 2 * rank):
                 x, y = batch(rank, step)
                 optimiser.zero_grad()
