@@ -18,6 +18,7 @@ import tricomm
 from tests import ranks
 from tests.c10d.bodies.groups import ROUTES, default_group, of, poisoned, refused, same
 from tricomm.c10d import call_futures, group_calls
+from tricomm.c10d.dispatch import Dispatcher
 from tricomm.c10d.work_handles import FinishedWork
 from tricomm.core.watch.monitor import Monitor
 from tricomm.errors import GroupAborted
@@ -76,6 +77,34 @@ def test_an_asynchronous_call_does_not_block(rank, world_size, tell, url):
         x = torch.ones(3)
         dist.all_reduce(x)
         return False, x.tolist()
+
+
+def fire_and_forget(rank, world_size, tell, url, route, refusing=False):
+    """Destroy a group, three calls of which are still queued, and read their results."""
+
+    def refuse(dispatcher, what):
+        if dispatcher._closed:
+            raise GroupAborted("destroyed")
+
+    if refusing:
+        Dispatcher.check_not_lost = refuse
+    with default_group(rank, world_size, url, route):
+        group = dist.new_group()
+        dist.barrier(group)
+        xs = [torch.full((100_000,), rank + 1.0) for _ in range(3)]
+        for x in xs:
+            dist.all_reduce(x, group=group, async_op=True)
+        dist.destroy_process_group(group)
+        return [x.unique().tolist() for x in xs]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_destroyed_group_runs_the_calls_that_were_made_before(route, url):
+    assert ranks.run(2, fire_and_forget, url, route) == [[[3.0]] * 3] * 2
+
+
+def test_if_a_destroyed_group_refused_queued_calls_their_results_would_be_missing(url):
+    assert [[3.0]] * 3 not in ranks.run(2, fire_and_forget, url, "gloo", True)
 
 
 @ranks.each(3, (3.0, 9.0))

@@ -35,7 +35,7 @@ class Owner(Protocol):
 
     has_cpu_kernels whether kernels may run a call on the CPU
     run_by_kernels  runs a call by the kernels if they cover it; returns whether they do
-    check_usable    raises if the group is closed or lost
+    check_not_lost  raises if the group is lost
     interrupted     aborts the group
     decided         the keys of a call for a profiler: its route, and its kernel
     """
@@ -43,7 +43,7 @@ class Owner(Protocol):
     @property
     def has_cpu_kernels(self) -> bool: ...
     def run_by_kernels(self, call: GroupCall) -> bool: ...
-    def check_usable(self, what: str) -> None: ...
+    def check_not_lost(self, what: str) -> None: ...
     def interrupted(self, error: BaseException) -> None: ...
     def decided(self, call: GroupCall) -> dict[str, Any]: ...
 
@@ -117,7 +117,7 @@ class CpuCalls:
         self._queue.close()
 
     def _in_turn(self, batch: list[GroupCall], turn: Turn, inference: bool, owner: Owner) -> None:
-        owner.check_usable(batch[0].collective)
+        owner.check_not_lost(batch[0].collective)
         # Not recorded by autograd. Tensors that were made in inference mode can be written only in inference mode.
         if inference == torch.is_inference_mode_enabled():
             with torch.no_grad():

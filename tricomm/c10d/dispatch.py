@@ -83,14 +83,9 @@ class Dispatcher:
         router = self._routers.get(device)
         if router is None:
             config, agreed, kind = self._config, self._agreed, device.type
-            no_kernels = self._no_kernels.get(kind, f"no {kind} kernels")
+            why = self._no_kernels.get(kind, f"no {kind} kernels")
             facts = GroupFacts(
-                kind,
-                config.world_size,
-                agreed.nodes,
-                no_kernels,
-                torch_backend(kind),
-                batch_invariant=agreed.batch_invariant,
+                kind, config.world_size, agreed.nodes, why, torch_backend(kind), batch_invariant=agreed.batch_invariant
             )
             router = self._routers[device] = Router(facts, config.name, config.rank, alone=False)
         return router
@@ -273,6 +268,10 @@ class Dispatcher:
         """Raises `GroupAborted` if the group is closed or lost."""
         if self._closed:
             raise GroupAborted(f"{self._config}: {what} on a group that was destroyed; make a new one")
+        self.check_not_lost(what)
+
+    def check_not_lost(self, what: str) -> None:
+        """Raises `GroupAborted` if the group is lost; `close` lets the calls that were made before it run."""
         if self._backends.transport is not None:
             self._backends.transport.check_usable(what)
         if self._lost is not None:
