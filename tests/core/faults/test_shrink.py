@@ -230,6 +230,21 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_told_at_once(rank, world_
     comm.close()
 
 
+@ranks.each(2)
+def test_a_capture_on_one_rank_is_told_to_all(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    if rank == 0:
+        comm._group.captured = lambda what: tricomm.InvalidArgument(f"{what}: in a capture")
+    kind, text, seconds = attempt(lambda: comm.shrink([], timeout=60))
+    assert kind == "InvalidArgument" and "shrink: in a capture" in text and seconds < 1 + ranks.BUSY, (kind, text)
+    ranks.together(url, 10 + rank, [10, 11])
+    if rank == 0:
+        del comm._group.captured
+    comm = comm.shrink([])
+    right(comm)
+    comm.close()
+
+
 _vote = Ballot.vote
 
 

@@ -235,6 +235,8 @@ class RecoveryMethods:
                     of = f" (the smaller group's ranks are {list(shrink.members)} of this one)" if fewer else ""
                     error.args = (f"{group}: {what}: {error}{of}",)
                 raise
+            finally:
+                shrink.close()  # here, because an interrupt after this function would drop `comm`
             finish(comm)
             return comm  # type: ignore[no-any-return]
         except BaseException as error:
