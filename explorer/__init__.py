@@ -1,4 +1,4 @@
-"""Run every rank in one process, under any schedule, and find races without a GPU."""
+"""Runs all ranks in one process, under any schedule, and finds races without a GPU."""
 
 try:
     import greenlet as _greenlet  # noqa: F401  first, for a word that helps: a bare checkout has no need of it

@@ -1,4 +1,4 @@
-"""`tricomm.check`: one function under many chosen schedules, every access examined."""
+"""`tricomm.check`: runs one function under many schedules, and examines every access."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tricomm.kernels import layout
 from tricomm.options import Options, tuned
 
 FAULTS = ("delay", "stop", "drop")
-# First epochs just before 32-bit counters wrap or mailboxes are cleared; used in every fourth schedule.
+# First epochs just before 32-bit counters wrap or mailboxes are cleared. Every fourth schedule starts at one of them.
 _EDGES = ((1 << 31) - 2, (1 << 32) - 2, layout.CLEAR_EVERY - 1)
 _EPOCHS = (1, _EDGES[0], 1, 1, 1, 1, _EDGES[1], 1, 1, 1, 1, _EDGES[2])
 _DEPTHS = (2, 3, 4)
 _KEEP = (0.0, 0.0, 0.5, 0.9)
 _MOST_STEPS = 200_000
 _PATIENT = 12
-_TRIES = 8  # schedules that look for a race in the other order
+_TRIES = 8  # schedules in which `_tell_effects` looks for the reverse order of a race
 _SAME = (
     "world_size",
     "strategy",
@@ -77,30 +77,30 @@ def check(
     a launch enter in any order, and all of them can be resident (`residency` is a smaller number of places a rank).
 
     `faults` are tried in some of the schedules: "delay" (stores that release nothing arrive late, tiles in pieces),
-    "stop" (a rank never runs again), "drop" (a rank dies at some step). After a stop or a drop the others must end
-    with a named error, or with the right result.
+    "stop" (a rank never runs again), "drop" (a rank dies at some step). After a stop or a drop, each other rank must
+    raise a documented error or return the right result.
 
     Looks for: races and insufficient scopes, deadlocks, accesses out of bounds, reads of memory never written, wrong
-    results of the collectives and of a returned tensor that depends on the schedule, ranks that do not hold the same
-    bits (`identical=True`: in all results of `fn`; None: only in results that are equal except for rounding),
-    flags left over, exceptions; an `AssertionError` of `fn` is a wrong result. The first schedule that shows
-    something ends the campaign, unless `keep_going`; its choices are shrunk. Findings of a kind in `ignore` do not
-    count.
+    results of the collectives, returned tensors that depend on the schedule, ranks that do not hold the same bits
+    (`identical=True`: in all results of `fn`; None: only in results that are equal except for rounding), flags that no
+    rank has read, exceptions. An `AssertionError` of `fn` counts as a wrong result. The first schedule with a finding
+    ends the campaign, unless `keep_going`; its choices are shrunk. Findings of a kind in `ignore` do not count.
 
     `fn` may also be a function without arguments that uses `torch.distributed`, torch's symmetric memory and
     `kernel[grid](...)` on tensors of device "cuda", as on a box with `world_size` GPUs. It runs compiled, by default
-    for sm_90, or interpreted with `compiled="none"`; each rank has its own process groups, environment and variables.
+    for sm_90, or interpreted with `compiled="none"`. Each rank has its own process groups, environment and variables.
 
-    The default `options` have the smallest arena, and every fourth schedule starts its epochs elsewhere: at 1, before
-    2^30, before 2^31 and before 2^32. Random numbers are the same in every schedule.
+    The default `options` have the smallest arena. Every fourth schedule starts its epochs at another number: at 1,
+    before 2^30, before 2^31 and before 2^32. Random numbers are the same in every schedule.
 
     `compiled` is an architecture, such as "sm_90": then the kernels are compiled for it, launched as on a GPU, and
     their PTX is executed, warp by warp, with the memory model of PTX for every thread; a finding names the Python
     lines and the PTX instruction. The default `options` then have room for a GPU's tiles.
 
-    After `budget` seconds the campaign ends, also in the middle of a schedule, which then does not count; `schedules`
-    may be None. `since` is the report of an earlier campaign with the same arguments, except `schedules` and `budget`:
-    its schedules are not run again, but its findings are. Not for "exhaustive".
+    After `budget` seconds the campaign ends, even in the middle of a schedule, which then does not count. With a
+    budget, `schedules` may be None. `since` is the report of an earlier campaign with the same arguments, except
+    `schedules` and `budget`: its schedules are not run again, except schedules with a finding. "exhaustive" takes no
+    `since`.
 
     Raises `InvalidArgument` for bad arguments, for a function that takes no communicator, makes a call in another
     thread or blocks outside of tricomm, and for a kernel that the interpreter cannot run. Sources of the method: CHESS
@@ -126,7 +126,7 @@ def check(
 
 
 def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Finding]]:
-    """For each finding of `report`, the findings of its schedule when `fn` is run under it again."""
+    """Runs `fn` again under the schedule of each finding of `report`; returns the findings of each such run."""
     options = options_of(report.options)
     subject = prepared(fn, report.world_size, options, report.residency, _MOST_STEPS, report.compiled)
     plan = _plan(
@@ -144,7 +144,7 @@ def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Findi
 
 
 def smallest(world_size: int) -> Options:
-    """Options with the smallest arena that a group of this size can have: little to examine, and many chunks."""
+    """Options with the smallest arena for a group of this size, so that there is little to examine and many chunks."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
         return Options()  # `prepared` refuses it
     nbytes = layout.MIN_ARENA
@@ -244,7 +244,7 @@ class Campaign:
             report.complete = self._contention is None or self._over
 
     def _go_on(self, report: Report, since: Report) -> None:
-        """Have `report` begin where `since` has ended, and keep each of its findings that is found again."""
+        """Make `report` begin where `since` has ended. Keep each finding of `since` that is found again."""
         other = [name for name in _SAME if getattr(report, name) != getattr(since, name)]
         if other or self._contention is not None:
             why = f"another {' and '.join(other)}" if other else f'strategy="{self._plan.strategy}" begins anew'
@@ -262,7 +262,7 @@ class Campaign:
                 report.findings.append(again.found_in(finding.execution, finding.schedule, events))
 
     def replay(self, finding: Finding) -> list[Finding]:
-        """Run one execution of an earlier campaign again, after the first schedule, with which it is compared."""
+        """Run the first schedule, then one execution of an earlier campaign again, and compare their results."""
         self._judged(run_one(self._subject, self._execution(0), self._strategy(0, self._execution(0))))
         return self._again(finding.execution)[0]
 
@@ -334,7 +334,7 @@ class Campaign:
             known.add(finding.key)
             first = not report.findings
             events = tuple(r.as_json() for r in outcome.records) if first else ()
-            report.findings.append(finding.found_in(execution, number, events))  # as it is if the time ends
+            report.findings.append(finding.found_in(execution, number, events))  # not shrunk if the time has ended
             smaller = shrinking.shrink(self._again, finding, execution, self._most_spent) if first else execution
             shown, again = self._again(smaller)
             finding = next((f for f in shown if f.key == finding.key), finding)
@@ -362,9 +362,9 @@ class Campaign:
 
 
 def _order(finding: Finding) -> list[Any]:
-    """The accesses of a race in the order in which they came: by line, or by rank if both are of one line. Empty for
-    two strong accesses, whose order does not matter."""
-    both = () if finding.kind == "deadlock" else finding.accesses  # a deadlock's are waits
+    """The accesses of a race in the order in which they happened, by line, or by rank if both have the same line. Empty
+    for two strong accesses, whose order does not matter."""
+    both = () if finding.kind == "deadlock" else finding.accesses  # the accesses of a deadlock are waits
     if len(both) != 2 or all(access["sem"] for access in both):
         return []
     one_line = len(set(finding.where)) == 1
@@ -374,7 +374,7 @@ def _order(finding: Finding) -> list[Any]:
 def run_one(
     subject: Subject, execution: Execution, strategy: Strategy, contention: Contention | None = None
 ) -> Outcome:
-    """One examined execution. Raises `OutOfTime`."""
+    """Run and examine one execution. Raises `OutOfTime`."""
     if time.monotonic() >= subject.ends:
         raise OutOfTime("before its first step")
     options = tuned(subject.options, first_epoch=execution.first_epoch)

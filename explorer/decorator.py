@@ -1,4 +1,4 @@
-"""`tricomm.checked`: a test function that is checked under many schedules."""
+"""`tricomm.checked`: a decorator that checks a test function under many schedules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def checked(*, world_size: int, **settings: Any) -> Callable[[Callable[..., Any]
         of_class = bool(parameters) and parameters[0].name in ("self", "cls")
         own, rest = parameters[:of_class], parameters[of_class:]
         program = not rest or rest[0].kind in _BY_NAME
-        if runs_later(body):  # the wrapper below is an ordinary function, of which `check` cannot see it
+        if runs_later(body):  # the wrapper below is an ordinary function, so `check` cannot detect this
             raise InvalidArgument(f"{body.__qualname__} is a generator or a coroutine: calling it runs nothing")
         file = inspect.unwrap(body).__code__.co_filename
         subject = {"file": file, "function": body.__qualname__, "sha256": digest(file)}

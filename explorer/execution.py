@@ -68,7 +68,7 @@ class Ranks:
         self._stuck_at, self._looks = -1, False
         self._memory = Memory()
         self._machine, delays = _machine(self._memory, self._detector, contention, execution, compiled)
-        # Inputs are the same in every schedule of a campaign; under `simulate` the seed is the user's.
+        # Random inputs are the same in every schedule of a campaign. Under `simulate` the seed is the user's.
         hosts = Hosts(0 if detect else execution.seed, size, self._memory, self._touched if detect else None)
         director = self._machine if isinstance(self._machine, Machine) else None
         self._hosts = hosts
@@ -100,7 +100,7 @@ class Ranks:
     def _compiled(self, architecture: str) -> CompiledRanks:
         detector, machine = self._detector, self._machine
         assert isinstance(machine, UnitMachine) and not isinstance(detector, Detector)
-        # Under `check` warps take turns; without a detector blocks do, because nothing would see the difference.
+        # Under `check` warps take turns. Without a detector blocks do, because nothing would notice a difference.
         launches = Launches(self._scheduler, machine, self._memory, "block" if detector is None else "warp")
         return CompiledRanks(architecture, launches, NoOrders() if detector is None else Orders(detector))
 
@@ -111,13 +111,13 @@ class Ranks:
             stack.enter_context(importable(getattr(self._subject.fn, "function", self._subject.fn)))
             if self._standins is not None:
                 stack.enter_context(self._standins.installed())
-            if self._ranks is not None:  # the last mode of torch, because others' host code runs while it waits
+            if self._ranks is not None:  # the innermost mode of torch, because other host code runs while it waits
                 stack.enter_context(self._ranks.installed(self._scheduler.in_host))
             yield
 
     @contextmanager
     def _host(self, rank: int) -> Iterator[None]:
-        """Around the host code of a rank."""
+        """A context manager around the host code of a rank."""
         with self._hosts.of(rank), nullcontext() if self._standins is None else self._standins.of(rank):
             yield
 
@@ -125,7 +125,7 @@ class Ranks:
         return self._scheduler.turns, 0.0 if self._ranks is None else self._ranks.compiling()
 
     def execute(self) -> Outcome:
-        """Run it. Raises `InvalidArgument` if host code blocks outside of tricomm, and `OutOfTime`."""
+        """Run the execution. Raises `InvalidArgument` if host code blocks outside of tricomm, and `OutOfTime`."""
         scheduler, ended = self._scheduler, ""
         for rank in range(self._subject.world_size):
             scheduler.add_host(rank, lambda rank=rank: self._rank(rank))  # type: ignore[misc]
@@ -157,7 +157,7 @@ class Ranks:
             if self._ranks is not None:
                 self._ranks.finish(rank)
                 if not self._comms[rank]._group.closed:
-                    self._comms[rank].check()  # nothing else raises a fault of the last call
+                    self._comms[rank].check()  # raises a fault that was detected after the last call
             return result
         except SystemExit as leave:
             error = RuntimeError(f"it called sys.exit({leave.code!r})").with_traceback(leave.__traceback__)
@@ -171,7 +171,7 @@ class Ranks:
 
     def _failed(self, rank: int, error: Exception) -> None:
         self._errors[rank] = error
-        self._world.dead.add(rank)  # to its peers the rank is a process that has died of this error
+        self._world.dead.add(rank)  # to its peers, the rank is a process that has died
 
     def _run(self, rank: int, programs: list[Any], private: list[Region]) -> None:
         self._scheduler.launch(rank, programs, private, self._begin, self._end)
@@ -200,7 +200,7 @@ class Ranks:
         return self._oracle.watched(request, plan, rank, topology, aborted, in_order)
 
     def _unseen(self, look: Callable[[], None]) -> None:
-        """Run the oracle's look at a stream's results without the detector: it needs no order with the host."""
+        """Call `look`, which reads a stream's results, without the detector: it needs no order with the host."""
         self._looks = True
         try:
             look()
@@ -236,7 +236,7 @@ class Ranks:
                 self._scheduler.stop_rank(rank)
 
     def _stuck(self) -> bool:
-        """No task can run and no store is delayed: a deadlock, which a timeout turns into a named error."""
+        """No task can run and no store is delayed: a deadlock. The waiting calls raise a timeout."""
         scheduler, world = self._scheduler, self._world
         if self._detector is not None and any(map(_own_mistake, self._errors.values())):
             return False  # the other ranks wait as a consequence
@@ -272,7 +272,7 @@ class Ranks:
             try:
                 comm.close()
             except TricommError:
-                pass  # a rank that was stopped in the middle of something
+                pass  # a stopped rank may be in the middle of a call
         self._world.close()
         if self._detector is not None:
             self._detector.close()
@@ -314,7 +314,7 @@ class Ranks:
         faulty = any(h.state is State.STOPPED for h in self._scheduler.hosts)
         for rank, error in self._errors.items():
             if not isinstance(error, OutOfBounds) and not (faulty and isinstance(error, _NAMED)):
-                return [self._raised(rank, error)]  # the errors of the other ranks are most likely a consequence
+                return [self._raised(rank, error)]  # the errors of the other ranks most likely follow from it
         findings = self._oracle.findings()
         if not self._errors and not faulty and not findings and not self._detector.findings:
             self._detector.leftovers([r for r in self._memory if r.kind == "arena"])
@@ -337,7 +337,7 @@ def _machine(
     execution: Execution,
     compiled: bool,
 ) -> tuple[Machine | UnitMachine, Delays | WeakMemory | None]:
-    """The machine of an execution, and its late stores, if it has any."""
+    """The machine of an execution, and what delays its stores, if anything does."""
     seed, patience = execution.delays, execution.patience
     if compiled:
         assert not isinstance(detector, Detector)
@@ -365,7 +365,7 @@ def _mistaken(function: Callable[..., Any]) -> str:
 
 
 def _exiting(end: Callable[[int], None], process: int) -> Callable[[int], Callable[[int], Any]]:
-    """`os._exit` of a rank ends that rank, not the check, which would look clean; of a forked child, the child."""
+    """`os._exit` for ranks: ends the rank, not the check, which would look clean. A forked child it ends as usual."""
     return lambda rank: sys.exit if os.getpid() == process else end
 
 
@@ -373,7 +373,7 @@ _EXITS = Patches(lambda: {(os, "_exit"): _exiting(os._exit, os.getpid())})
 
 
 def _own_mistake(error: Exception) -> bool:
-    """True for an error that is not the library's, and for an address that no access can have."""
+    """True for an error that tricomm does not raise, and for an address that no access may have."""
     return not isinstance(error, TricommError) or isinstance(error, OutOfBounds | BadAddress)
 
 

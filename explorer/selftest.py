@@ -1,4 +1,4 @@
-"""A self-test of the explorer: it must report a known race, and nothing in a correct kernel."""
+"""A self-test of the explorer. It must report a known race, and nothing for a correct kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tricomm.options import Options
 
 @triton.jit
 def _pass_on(data, flags, out_ptr, rank, FLAG: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Rank 0 hands a number to rank 1, with a flag or without."""
+    """Rank 0 passes a number to rank 1, with or without a flag."""
     for r in tl.static_range(WORLD_SIZE):
         if (r == 1) & (rank == 0):
             tl.store(data[r], 7)

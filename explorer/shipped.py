@@ -1,4 +1,5 @@
-"""The calls of `tricomm check` for the shipped kernels: a few of changing size, on integers, compared exactly."""
+"""The calls by which `tricomm check` runs the shipped kernels: a few, of changing sizes, on integers, compared
+exactly."""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ from tricomm.kernels.left_out import by_reason
 from tricomm.options import Options, tuned
 from tricomm.policy.launch_shapes import LEAST_WIRE_TILE
 
-# In 64-bit words, of a shard if the kernel has shards. With two blocks, the second one has work in every other call.
-# There are calls with full tiles, with a partial one, and with none.
+# Sizes in 64-bit words (of a shard, if the kernel has shards). With two blocks, the second one has work in every other
+# # call. There are calls with full tiles, with a partial tile, and with no tile.
 SIZES = (36, 1, 40)
 RANKS = 3
-BLOCKS, TILE = 2, 16  # or fewer words, if the buffers of a kernel need that
-# The same for compiled kernels, whose tiles have 512 words.
+BLOCKS, TILE = 2, 16  # words of a tile; fewer if a kernel's buffers need that
+# Sizes for compiled kernels, whose tiles have 512 words.
 COMPILED_SIZES = (1028, 1, 1032)
-_OFFERED = (75, 80, 90, 100)  # architectures that are suggested if no requested kernel can be compiled
-# Blocks serve the queues of a pair of ranks, so two of them need two.
+_OFFERED = (75, 80, 90, 100)  # architectures to suggest if no requested kernel can be compiled
+# Each block serves a queue of a pair of ranks, so two blocks need two queues.
 _QUEUES = 2
 
 
 def body(kernel: Kernel, sizes: Sequence[float] = SIZES) -> Callable[[Communicator], list[torch.Tensor]]:
-    """`fn(comm)` that calls `kernel` once a size, on numbers that differ in every call, rank and element. Half a word
-    is a number of 32 bits, and of those a sum tells in which order it was added."""
+    """A function `fn(comm)` that calls `kernel` once per size, on numbers that differ in every call, rank and element.
+    For numbers of 32 bits (half a word), a sum shows the order in which it was added."""
 
     def fn(comm: Communicator) -> list[torch.Tensor]:
         calls = ShippedCalls(comm)
@@ -47,11 +48,11 @@ def body(kernel: Kernel, sizes: Sequence[float] = SIZES) -> Callable[[Communicat
 
 
 def sizes(kernel: Kernel, world_size: int, memory: Options, compiled: str | None = None) -> tuple[float, ...]:
-    """The calls of `tricomm check`: `SIZES`, the first one so long that it takes three chunks, of which the last one
-    uses the first one's mailbox again and has an odd number of words. Of compiled kernels, which take longer, and of a
-    cube mesh, which has eight ranks, two chunks at least.
+    """The sizes of the calls of `tricomm check`: `SIZES`, but the first call takes three chunks. Its last chunk uses
+    the mailbox of its first chunk again, and has an odd number of words. Compiled kernels, which take longer, and a
+    cube mesh, which has eight ranks, get at least two chunks.
 
-    Between two launches the end of the first one orders everything; only chunks of one launch show what orders them.
+    The end of a launch orders it before the next one. Only chunks of one launch show what orders chunks.
     """
     first, *others = SIZES if compiled is None else COMPILED_SIZES
     if kernel.collective == "barrier" or kernel.needs_cube or kernel.collective == FUSED:
@@ -62,11 +63,12 @@ def sizes(kernel: Kernel, world_size: int, memory: Options, compiled: str | None
         # piece of its slot fills the slot; in queue 0 it is one word, and only the piece after that fills it.
         slot = plan.slot_words(kernel.protocol)
         if compiled is not None:
-            return (slot + 5, 1, 37, 1, slot + 5)  # few words, until slots are used again
+            return (slot + 5, 1, 37, 1, slot + 5)  # few words, until slots are reused
         return (5 * slot + 37, 5 * slot + 37, 2 * slot + 5, 5 * slot + 37)
-    ordered = (0.5,) if compiled is None and kernel.reduces and not kernel.multicast else ()  # a switch has its own
+    # a switch has an order of its own
+    ordered = (0.5,) if compiled is None and kernel.reduces and not kernel.multicast else ()
     if kernel.zero_copy:
-        return (first, first, 1, *ordered)  # a handle in two calls, one after the other; there are no chunks
+        return (first, first, 1, *ordered)  # one handle in two consecutive calls; there are no chunks
     chunk = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
     chunk *= world_size if kernel.staged else 1
     return (max(first, chunk * (2 if compiled is None else 1) + 5), *others, *ordered)
@@ -77,7 +79,7 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     wanted = {"collective": collective, "algorithm": algorithm, "protocol": protocol}
     wanted = {name: value for name, value in wanted.items() if value not in (None, "all")}
     handles = (*registry.ZERO_COPY, *registry.MULTICAST_ZERO_COPY)
-    sends = [k for k in registry.MESSAGES if k.collective == "send"]  # each with its recv
+    sends = [k for k in registry.MESSAGES if k.collective == "send"]  # each is run together with its recv
     known = [*registry.KERNELS, *registry.MULTICAST, *handles, *registry.of(FUSED, 2), *sends, *registry.WIRE]
     chosen = [k for k in known if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
     if not chosen:
@@ -91,9 +93,9 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
 def usable(
     wanted: list[Kernel], world_size: int | None, architecture: str | None
 ) -> tuple[list[Kernel], dict[str, str]]:
-    """Those of `wanted` that `world_size` ranks (None: the number that each needs) can run, and that this Triton
-    compiles for `architecture` (None: they are interpreted); and by name why others are left out. If none is usable,
-    raises `InvalidArgument` with options that would work."""
+    """The kernels of `wanted` that `world_size` ranks (None: the number that each kernel needs) can run, and that the
+    installed Triton compiles for `architecture` (None: they are interpreted); and, by name, why the others are left
+    out. If none is usable, raises `InvalidArgument` with options that would work."""
     capability = None if architecture is None else capability_of(architecture)
     reasons = {k.name: reason for k in wanted if (reason := _why_not(k, world_size, capability)) is not None}
     left = [kernel for kernel in wanted if kernel.name not in reasons]
@@ -110,7 +112,7 @@ def _why_not(kernel: Kernel, world_size: int | None, capability: int | None) -> 
 
 
 def _ways(wanted: list[Kernel], world_size: int | None, capability: int | None) -> list[str]:
-    """Changes of the options with which some of `wanted` can run."""
+    """Changes of the options that would make some of `wanted` usable."""
 
     def some(world_size: int | None, capability: int | None) -> bool:
         return any(_why_not(kernel, world_size, capability) is None for kernel in wanted)
@@ -136,7 +138,8 @@ def options(
     compiled: str | None = None,
     kernel: Kernel | None = None,
 ) -> Options:
-    """The smallest memory, and blocks and tiles so small that every path is taken: by `kernel`, or by any kernel."""
+    """Options with the smallest memory, and with blocks and tiles so small that `kernel` (or every kernel) takes all
+    its paths."""
     memory = smallest(world_size) if compiled is None else checked_options(world_size, None)
     plan = layout.plan(world_size, memory.arena_bytes)
     while kernel is not None and _too_small(plan, kernel):
@@ -151,18 +154,18 @@ def options(
 
 
 def _too_small(plan: layout.Layout, kernel: Kernel) -> bool:
-    """True for an arena without the queues of a message's blocks, or without room for a block of codes."""
+    """True if an arena lacks queues for the blocks of a message, or room for a block of quantised values."""
     if kernel.pairwise:
         return plan.queues < _QUEUES
     return bool(kernel.wire) and plan.largest_tile(kernel.algorithm, kernel.protocol) < LEAST_WIRE_TILE
 
 
 def _most_of_tile(kernel: Kernel | None) -> int:
-    """So long that three chunks (`sizes`) take few steps."""
+    """The tile with which three chunks (`sizes`) take few steps."""
     if kernel is not None and kernel.wire:
         return LEAST_WIRE_TILE
     if kernel is None or kernel.needs_cube:
         return TILE
     if kernel.collective == FUSED:
-        return 2 * TILE if kernel.wide else TILE  # a row's tile has planes, each as long as another kernel's tile
+        return 2 * TILE if kernel.wide else TILE  # a tile of rows has planes, each as long as a tile of another kernel
     return 4 * TILE if kernel.staged else 2 * TILE

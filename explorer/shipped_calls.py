@@ -1,4 +1,4 @@
-"""The calls of `tricomm check` for the shipped kernels, and the right results of those that the oracle does not see."""
+"""Makes the calls of `tricomm check` for the shipped kernels, and checks results that the oracle does not check."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _OTHER = {"ll": "simple", "simple": "ll"}
 
 
 def numbers(number: int, rank: int, count: int) -> torch.Tensor:
-    """`count` 64-bit integers that differ in every element, rank and call; `number` is the call's."""
+    """`count` 64-bit integers that differ in every element, rank and call. `number` is the number of the call."""
     first = rank * 1000 + number * 100_000
-    return torch.arange(first, first + 7 * count, 7, dtype=torch.int64)  # one operation of the stream
+    return torch.arange(first, first + 7 * count, 7, dtype=torch.int64)  # a single operation of the stream
 
 
 def cancelling(number: int, rank: int) -> float:
-    """The first two ranks' numbers are large and cancel. In rank order they do so first, and a sum in fp32 is exact; in
-    most other orders they absorb the others."""
+    """Numbers that are large and cancel on the first two ranks. In rank order they cancel first, so a sum in fp32 is
+    exact. In most other orders they absorb the other numbers."""
     return (number + 1) * ((2.0**30, -(2.0**30))[rank] if rank < 2 else 1.0)
 
 
 class ShippedCalls:
-    """The calls of one rank. A handle is used again by all calls of its length, so that one call's reads of it meet
-    the next one's input."""
+    """The calls of one rank. All calls of one length use the same handle, so that a late read by one call would get the
+    input of the next call."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -47,7 +47,8 @@ class ShippedCalls:
         self._handles: dict[tuple[int, torch.dtype], Any] = {}
 
     def make(self, kernel: Kernel, number: int, size: float) -> torch.Tensor | None:
-        """Call number `number`, of `size` words: what it gave, if anything, in memory that no later call changes."""
+        """Make call number `number`, of `size` words. Returns its result, if any, in memory that no later call
+        changes."""
         comm = self._comm
         if kernel.collective == "barrier":
             comm.barrier()
@@ -62,7 +63,7 @@ class ShippedCalls:
             x = torch.full((count * kind.rows_in(comm.world_size),), cancelling(number, comm.rank))
         else:
             x = numbers(number, comm.rank, count * kind.rows_in(comm.world_size))
-            if kernel.wire:  # few bits of each are left, so neighbours must differ in the first ones
+            if kernel.wire:  # few bits of each number remain, so neighbours must differ in the highest bits
                 x = (x * 40503 % 65521 - 32760).float()
         how: dict[str, Any] = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
         if kind.root:
@@ -81,7 +82,7 @@ class ShippedCalls:
         return result
 
     def _handle(self, x: torch.Tensor) -> Any:
-        """Symmetric memory that holds `x`."""
+        """A handle of symmetric memory that contains `x`."""
         key = (len(x), x.dtype)
         if key not in self._handles:
             self._handles[key] = self._comm.symmetric((len(x),), x.dtype)
@@ -89,7 +90,7 @@ class ShippedCalls:
         return self._handles[key]
 
     def _uneven(self, x: torch.Tensor, count: int, number: int, how: dict[str, Any]) -> torch.Tensor:
-        """Rows of 0 to `count` elements, by sender, receiver and call."""
+        """A call with rows of 0 to `count` elements. Their lengths depend on the sender, the receiver and the call."""
         comm = self._comm
         ranks, me = range(comm.world_size), comm.rank
         length = [[(count * (a + 2 * b + number)) % (count + 1) for b in ranks] for a in ranks]
@@ -98,14 +99,14 @@ class ShippedCalls:
         comm.all_to_all_v(x[: sum(into)], into, out, y, **how)
         firsts = [sum(row[:me]) for row in length]
         want = torch.cat([numbers(number, r, len(x))[firsts[r] :][: out[r]] for r in ranks])
-        if not torch.equal(y, want):  # the oracle sees no uneven calls
+        if not torch.equal(y, want):  # the oracle does not check uneven calls
             raise AssertionError(f"call {number} of all_to_all_v is wrong; {difference(want, y)}")
         return y
 
     def _normalised(self, kernel: Kernel, number: int) -> torch.Tensor:
-        """Rows that end in RMSNorm, by each kernel with another quantisation, compared with the same steps unfused. In
-        the second of three calls they are sums of experts' rows; the numbers of the third one tell in which order they
-        were added."""
+        """Calls of the all-reduce fused with RMSNorm. Each kernel uses another quantisation, and the result is compared
+        with the unfused steps. In the second of three calls the rows are sums of experts' rows; in the third one the
+        numbers show the order of addition."""
         comm = self._comm
         rows, hidden = (5, 1, 2)[number % 3], 160
         quantize = _QUANTIZED[kernel.algorithm, kernel.protocol]
@@ -115,7 +116,7 @@ class ShippedCalls:
             small = (numbers(number, rank, rows * hidden) % 61 - 30).float()
             return small.fill_(cancelling(number, rank)) if number % 3 == 2 and rank < 2 < comm.world_size else small
 
-        # The large ones cancel first, here and in rank order; no other partial sum is rounded.
+        # The large numbers cancel first, here and in rank order. No other partial sum is rounded.
         total = sum(row_numbers(rank) for rank in range(comm.world_size))
         inputs = (row_numbers(comm.rank), row_numbers(comm.world_size), torch.as_tensor(total))
         tensors = [each.to(torch.bfloat16).view(rows, hidden) for each in inputs]
@@ -129,13 +130,15 @@ class ShippedCalls:
         unfused.finish(exact, exact.x)
         for name in ("residual_out", "norm_out", "quant_out", "scale_out"):
             got, want = getattr(call, name), getattr(exact, name)
-            if want is not None and not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):  # not the oracle's
+            # the oracle does not check it
+            if want is not None and not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
                 raise AssertionError(f"{kernel.name} of {rows} rows: {name} differs from the unfused steps")
         return call.residual_out
 
 
 def _spread(x: torch.Tensor) -> ExpertRows:
-    """Experts' rows that add up to `x`: it and a half of it, in a place each, less the half."""
+    """Experts' rows that add up to `x`: the routed rows are `x` and minus half of it, the shared row is the other
+    half."""
     rows = torch.stack([torch.full_like(x[0], torch.nan), *x, *(x * 0.5)])
     place = torch.arange(len(x), dtype=torch.int32) + 1
     none = torch.full_like(place, len(rows))
@@ -146,9 +149,10 @@ def _spread(x: torch.Tensor) -> ExpertRows:
 class MessageCalls:
     """The messages of one rank.
 
-    All pairs of ranks have the same messages, so one count of the pieces of each queue holds for both ends. It tells
-    which numbers the next pieces in a slot will have. Plain payload carries the next one, in the second half of the
-    slot the one after that, where LL words have their flags: an `ll` receiver takes a tile of them for those pieces.
+    All pairs of ranks have the same messages, so one count of the pieces of each queue is right for both ends. It tells
+    which numbers the next pieces in a slot will have. Plain payload contains the next number where LL words have their
+    flags; in the second half of the slot, the number after that. An `ll` receiver could take these words for those
+    pieces.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -156,13 +160,13 @@ class MessageCalls:
         self._next = [max(comm.options._tuning.first_epoch, layout.SLOTS)] * self._plan.queues
 
     def hand_on(self, protocol: str, number: int, size: int) -> torch.Tensor | None:
-        """Two messages from each rank to the next one: a short one, and then `size` words, which are received first.
-        Returns the received words; None on rank 0.
+        """Send two messages from each rank to the next one: a short one, and then one of `size` words, which is
+        received first. Returns the received words; None on rank 0.
 
-        The short one is a word. In every other call it uses the other protocol, which leaves words of another kind in
-        its slots; if they are plain, it fills them. Only acknowledgements are sent back, so the first rank runs ahead
-        until it has to wait for one. The second message fits into the slots that the first one leaves, because the
-        receiver would refuse a longer one. The short one of the third call is received from any rank.
+        The short message is one word. In every other call it uses the other protocol, which leaves words of another
+        kind in its slots; if they are plain, it fills the slots. Only acknowledgements are sent back, so the first rank
+        runs ahead until it has to wait for one. The second message fits into the slots that the first one leaves,
+        because the receiver would refuse a longer one. The short message of the third call is received from any rank.
         """
         comm, plan = self._comm, self._plan
         protocols = (_OTHER[protocol] if number % 2 else protocol, protocol)
@@ -179,9 +183,9 @@ class MessageCalls:
             got, want = torch.full((sizes[tag],), -1, dtype=torch.int64), payload(tag, comm.rank - 1)
             source = None if (number, tag) == (2, 0) else comm.rank - 1
             comm.recv(got, source, tag, protocol=protocols[tag])
-            if not torch.equal(got, want):  # the oracle sees no messages
+            if not torch.equal(got, want):  # the oracle does not check messages
                 raise AssertionError(f"message {tag} of call {number} is wrong; {difference(want, got)}")
-            results.append(got & _LOWER)  # the flags depend on where the numbers of a schedule begin
+            results.append(got & _LOWER)  # the flags depend on the first epoch of the schedule
         for tag in (0, 1) if comm.rank < comm.world_size - 1 else ():
             comm.send(payload(tag, comm.rank), comm.rank + 1, tag, protocol=protocols[tag])
         return torch.cat(results) if results else None

@@ -1,4 +1,4 @@
-"""`tricomm.simulate`: all ranks in this process, one after another in a seeded order."""
+"""`tricomm.simulate`: runs all ranks in this process, taking turns in a seeded order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tricomm.policy import launch_shapes
 
 _T = TypeVar("_T")
 _OF_PROGRAMS = "sm_90"
-INTERPRETED = "none"  # in place of an architecture
+INTERPRETED = "none"  # used in place of an architecture
 _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
@@ -37,21 +37,21 @@ def simulate(
 
     The ranks are tasks that take turns at every access to shared memory, in an order that `seed` decides: the same
     seed gives the same interleaving and the same bits. The kernels are those that a GPU compiles, under Triton's
-    interpreter; host code (selection, plans, epochs, errors) is the same as everywhere. `torch`, `random` and `numpy`
-    draw from a generator of each rank's own, seeded by `seed`. `world_size` is 1 to 16.
+    interpreter. Host code (selection, plans, epochs, errors) is the same as everywhere. Each rank has its own random
+    generators of `torch`, `random` and `numpy`, which are seeded by `seed`. `world_size` is 1 to 16.
 
-    An exception in a rank is raised with the rank named; to its peers that rank has died (`PeerDied`). A deadlock is
-    seen at once, and ends as it would after `options.timeout`: with `CollectiveTimeout`, which says who waits for
-    what. Raises `InvalidArgument` for a function that takes no communicator, that makes a call in another thread or
-    with another rank's communicator, or that blocks outside of tricomm for `options.stall_timeout` seconds (seen in the
-    main thread only).
+    An exception in a rank is raised with a note that names the rank. To its peers, the rank has died (`PeerDied`). A
+    deadlock is detected at once, and ends as it would after `options.timeout`: with `CollectiveTimeout`, which says who
+    waits for what. Raises `InvalidArgument` for a function that takes no communicator, that makes a call in another
+    thread or with another rank's communicator, or that blocks outside of tricomm for `options.stall_timeout` seconds
+    (detected in the main thread only).
 
     `compiled` is an architecture, such as "sm_90": then the kernels are compiled for it, launched as on a GPU, and
-    their PTX is executed, with a block as the unit that takes turns. Its default `options` have an arena for a GPU's
-    tiles. Raises `InvalidArgument` for an architecture that Triton does not know, for PTX with an instruction that is
-    not known, and if the environment sets TRITON_INTERPRET.
+    their PTX is executed. Blocks take turns, not warps. The default `options` then have an arena for a GPU's tiles.
+    Raises `InvalidArgument` for an architecture that Triton does not know, for an unknown PTX instruction, and if
+    TRITON_INTERPRET is set in the environment.
 
-    Times taken in here say nothing about a GPU.
+    Times measured in a simulation say nothing about a GPU.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
         raise InvalidArgument(f"seed={seed!r}: an integer from 0 to 2**63 - 1 is needed")
@@ -78,8 +78,8 @@ def prepared(
     most_steps: int = 1_000_000_000,
     compiled: str | None = None,
 ) -> Subject:
-    """The checked subject of an execution. `options` may be None for compiled kernels: the smallest arena that has room
-    for a GPU's tiles. Raises `InvalidArgument` for bad arguments."""
+    """The subject of an execution, with checked arguments. For compiled kernels `options` may be None: the smallest
+    arena that has room for a GPU's tiles. Raises `InvalidArgument` for bad arguments."""
     reason = interpreter.supported()
     if reason is not None:
         raise InvalidArgument(f"no kernel can be interpreted: {reason}")
@@ -106,13 +106,13 @@ def prepared(
 
 
 def runs_later(fn: Any) -> bool:
-    """True for a generator or a coroutine, of which a call runs nothing."""
+    """True for a generator or a coroutine, because a call of it runs nothing."""
     return any(kind(fn) for kind in _LATER)
 
 
 def is_program(fn: Any) -> bool:
-    """True for a function without arguments, or with defaults that are not None: it uses torch's process groups and
-    symmetric memory itself."""
+    """True for a program, which uses torch's process groups and symmetric memory itself: a function without arguments,
+    or with defaults that are not None."""
     if misfit(fn) is not None:
         return False
     if misfit(fn, None) is not None:
@@ -125,20 +125,20 @@ def is_program(fn: Any) -> bool:
 
 
 def architecture_of(fn: Any, compiled: str | None = None) -> str | None:
-    """The architecture that a function's kernels are compiled for; None for Triton's interpreter. `compiled` is one,
-    INTERPRETED, or None for the default."""
+    """The architecture that a function's kernels are compiled for; None for Triton's interpreter. `compiled` is an
+    architecture, INTERPRETED, or None for the default."""
     if compiled is not None:
         return None if compiled == INTERPRETED else compiled
     return _OF_PROGRAMS if callable(fn) and is_program(fn) else None
 
 
 def is_kernel(fn: Any) -> bool:
-    """True for a kernel of Triton, also an autotuned one."""
+    """True for a Triton kernel, even an autotuned one."""
     return isinstance(fn, KernelInterface)
 
 
 def misfit(fn: Any, *args: Any, **kwargs: Any) -> str | None:
-    """Why `fn` cannot be called with these arguments; None if it can, or is a built-in without a signature."""
+    """Why `fn` cannot be called with these arguments; None if it can, or if it is a built-in without a signature."""
     try:
         inspect.signature(fn).bind(*args, **kwargs)
     except TypeError as error:

@@ -27,13 +27,13 @@ from tricomm.explorer.standins.program import SEEN, importing
 def from_file(
     name: str, stubs: Sequence[str] = (), program: bool = False, ends: float = math.inf, compiled: str | None = None
 ) -> Callable[..., Any]:
-    """The function that "file.py:function" names. A `program`, as a function without arguments, uses torch.distributed
-    itself; its file is imported as on a box with a GPU of architecture `compiled`.
+    """The function `name`, as "file.py:function". A `program`, and any function without arguments, uses
+    torch.distributed itself. Its file is imported as on a box with a GPU of architecture `compiled`.
 
-    A file of a package is imported as a part of it. If the package does not load, the file is imported without the
-    `__init__` modules above it. `stubs` are modules to replace by `Stub`, such as those that need a GPU. Raises
-    `InvalidArgument` if the function does not exist, or its file does not load, or not until `ends`, a time of the
-    monotonic clock.
+    A file in a package is imported as a part of the package. If the package does not load, the file is imported without
+    the `__init__` modules above it. `stubs` are modules to replace by `Stub`, such as those that need a GPU. Raises
+    `InvalidArgument` if the function does not exist, or its file does not load, or does not load before `ends`, a time
+    of the monotonic clock.
     """
     path, _, function = name.rpartition(":")
     file = Path(path).resolve()
@@ -62,7 +62,7 @@ def from_file(
 
 
 def _is_program(file: Path, function: str) -> bool:
-    """True if the text of a file defines a function without arguments by that name."""
+    """True if the text of a file defines a function `function` without arguments."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
@@ -72,7 +72,7 @@ def _is_program(file: Path, function: str) -> bool:
 
 
 class Stub(ModuleType):
-    """A module that has every name. Each is a function that returns itself; as a decorator it changes nothing."""
+    """A module that has every name. Each name is a function that returns itself. As a decorator it changes nothing."""
 
     __path__: list[str] = []
 
@@ -100,9 +100,9 @@ class Stub(ModuleType):
 def with_arguments(
     function: Callable[..., Any], arguments: str, calls: int, name: str, stubs: Sequence[str] = (), config: int = 0
 ) -> Callable[[], Any]:
-    """A program that makes `calls` calls of `function`, with arguments that each rank evaluates for each call: Python
-    text, as between the brackets of a call, with the names of the function's module, torch, dist, symm_mem, rank and
-    world_size. Autotuned kernels take their configuration number `config`."""
+    """A program that makes `calls` calls of `function`. `arguments` is Python text, as between the brackets of a call,
+    which each rank evaluates for each call. It may use the names of the function's module, torch, dist, symm_mem, rank
+    and world_size. Autotuned kernels take their configuration number `config`."""
     file, _, own = name.rpartition(":")
     try:
         tree = ast.parse(f"_function({arguments})", "--args", "eval")
@@ -135,7 +135,8 @@ def with_arguments(
 
 
 def _called(function: Callable[..., Any], code: Any, namespace: dict[str, Any], arguments: str) -> Any:
-    """Call `function` with the arguments that `code` gives. Raises `InvalidArgument` if it fails or they do not fit."""
+    """Call `function` with the arguments that `code` evaluates to. Raises `InvalidArgument` if `code` fails or they do
+    not fit."""
     try:
         args, kwargs = eval(code, namespace)
     except TricommError:
@@ -156,7 +157,7 @@ def _alone(file: Path) -> ModuleType:
         raise InvalidArgument(f"{file}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    with _path(file.parent):  # as `python file.py` does
+    with _path(file.parent):  # on the path, as with `python file.py`
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
@@ -165,7 +166,7 @@ def _alone(file: Path) -> ModuleType:
 
 
 def _of_package(file: Path) -> ModuleType:
-    """The module of a package's file. After a failed import its modules are removed."""
+    """The module of a file in a package. After a failed import the modules of the package are removed."""
     packages = [file.parent]
     while (packages[0].parent / "__init__.py").is_file():
         packages.insert(0, packages[0].parent)
@@ -204,7 +205,8 @@ def _unloadable(file: Path, error: BaseException) -> InvalidArgument:
 
 
 def _defined(value: Any, module_name: str) -> bool:
-    """True for a function of the module, or a partial of one. A class or an imported function is none."""
+    """True for a function that is defined in the module, or a partial of one. False for a class or an imported
+    function."""
     function = value.func if isinstance(value, partial) else value
     return inspect.isfunction(function) and function.__module__ == module_name
 

@@ -1,1 +1,1 @@
-"""The compiled kernels, executed: the launch path of a GPU over a driver whose kernels the PTX machine runs."""
+"""Executes compiled kernels: a GPU's launch path over a simulated driver, which runs kernels on the PTX machine."""

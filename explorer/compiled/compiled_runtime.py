@@ -25,7 +25,7 @@ from tricomm.options import Options
 from tricomm.policy import launch_shapes
 from tricomm.store.control import ControlPage
 
-# Multiprocessors of a common GPU of each architecture, which limit a group's grids.
+# SMs of a common GPU of each architecture. They limit a group's grids.
 PROCESSORS = {75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
 
 
@@ -38,7 +38,7 @@ def capability_of(architecture: str) -> int:
 
 
 def checked_options(world_size: int, options: Options | None) -> Options:
-    """`options`, or those with the smallest arena, for kernels with a GPU's tiles.
+    """`options`, or by default the smallest arena that has room for a GPU's tiles.
 
     Raises `InvalidArgument` with the bytes that are needed if the arena of `options` is too small for them.
     """
@@ -81,7 +81,7 @@ class CompiledRanks:
         self._at_compiler = 0
 
     def runtime(self, world: World, rank: int) -> CompiledRuntime:
-        """The runtime of a rank's communicator. It becomes the rank's GPU."""
+        """Make the runtime of a rank's communicator, which is also the rank's GPU."""
         if rank not in self._gpus:
             turns = _RankTurns(world, rank)
             streams = Streams(rank, self._executor, self._orders, turns.changed, turns.refuse_strangers)
@@ -89,8 +89,8 @@ class CompiledRanks:
         return CompiledRuntime(world, rank, self._gpus[rank], self.at_compiler)
 
     def compiling(self) -> float:
-        """Changes all the time while a rank's host code compiles a kernel, so that a watchdog does not take the long
-        wait for a hang."""
+        """A value that keeps changing while a rank's host code compiles a kernel, so that the watchdog does not take
+        the compilation for a hang."""
         return time.monotonic() if self._at_compiler else 0.0
 
     @contextmanager
@@ -102,8 +102,8 @@ class CompiledRanks:
             self._at_compiler -= 1
 
     def installed(self, in_host: Callable[[], int | None]) -> AbstractContextManager[None]:
-        """Inside, `torch.cuda` and torch's operations run on the simulated GPUs. `in_host()` is the rank whose host
-        code runs, or None."""
+        """A context manager in which `torch.cuda` and torch's operations run on the simulated GPUs. `in_host()` is the
+        rank whose host code runs, or None."""
 
         def current() -> SimulatedGpu | None:
             rank = in_host()
@@ -112,7 +112,8 @@ class CompiledRanks:
         return torch_cuda.installed(current)
 
     def in_order(self, rank: int, look: Callable[[], None]) -> None:
-        """Call `look` when the rank's current stream has reached it. It is not part of the execution."""
+        """Call `look` when all earlier work of the rank's current stream has ended. The call is not part of the
+        execution."""
         driver = self._gpus[rank].driver
         driver.queue_of(driver.current_stream).then(look)
 
@@ -128,7 +129,8 @@ class CompiledRanks:
 
 
 class _RankTurns:
-    """How a rank's host code waits; as a clock, the world's time in host code and this machine's elsewhere."""
+    """How a rank's host code waits. Also a clock: it gives the world's time in host code, and this machine's
+    elsewhere."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank

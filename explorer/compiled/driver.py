@@ -1,8 +1,9 @@
-"""CUDA's driver as far as the launch path of a GPU uses it: names, arguments and answers as in `cuda.bindings.driver`.
+"""The part of CUDA's driver API that the launch path uses, with the names, arguments and results of
+`cuda.bindings.driver`.
 
 Kernels are executed by the PTX machine. A violation of CUDA's rules (contexts, handles, shared memory beyond the limit
-that was set) gives an error code, which the launch path has to check. A launch that no GPU could make raises an error.
-A misaligned pointer under an alignment hint is launched as given, so that a wrong hint shows.
+that was set) returns an error code, which the launch path has to check. A launch that no GPU could make raises an
+error. A kernel that was compiled with an alignment hint also gets a misaligned pointer, so that a wrong hint is found.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ def _only(result: CudaResult, values: int = 0) -> Answer:
 
 
 class SimulatedDriver:
-    """One rank's driver: bindings and device at once, for `cuda_launcher.make_launcher`.
+    """One rank's driver, which is both the bindings and the device for `cuda_launcher.make_launcher`.
 
     capability  90 for sm_90
-    name        of the device; functions stay loaded under it as long as the process lives
-    context     its primary context, which is the current one of a rank's host code at the beginning
+    name        of the device; functions that are loaded for it stay loaded for the life of the process
+    context     its primary context, which is the current context of the rank's host code at the beginning
     """
 
     CUstream = StreamHandle
@@ -124,7 +125,7 @@ class SimulatedDriver:
 
     @contextmanager
     def holding(self, tensors: Iterable[Any]) -> Iterator[None]:
-        """A launch inside keeps `tensors` alive until it has run, because it gets only their addresses."""
+        """A context manager: launches keep `tensors` alive until they have run, because they get only the addresses."""
         before, self._held = self._held, (*self._held, *tensors)
         try:
             yield
@@ -152,7 +153,7 @@ class SimulatedDriver:
         return *_OK, self._contexts[-1] if self._contexts else 0
 
     def _refused(self) -> CudaResult | None:
-        """The error if this thread can make no call now; None if it can."""
+        """The error code of a call by this thread now; None if it may make calls."""
         if not self._contexts:
             return CudaResult.CUDA_ERROR_INVALID_CONTEXT
         if self._contexts[-1] != self.context:  # every handle here is of this driver's one context
@@ -189,7 +190,7 @@ class SimulatedDriver:
 
     def cuLaunchKernel(self, function: int, *arguments: Any) -> Answer:
         """`arguments`: grid, block (three numbers each), bytes of dynamic shared memory, stream, the address of a table
-        of pointers to the parameters, and 0. Raises `InvalidArgument` for what no GPU could launch."""
+        of pointers to the parameters, and 0. Raises `InvalidArgument` for a launch that no GPU could make."""
         gx, gy, gz, bx, by, bz, shared, stream, pointers, extra = arguments
         return self._launch(function, (gx, gy, gz), (bx, by, bz), shared, int(stream), pointers, extra, False)
 
@@ -236,7 +237,8 @@ class SimulatedDriver:
     # Streams, events and graphs. Host code waits outside of the driver, because other tasks have to run meanwhile.
 
     def cuStreamCreate(self, flags: int) -> Answer:
-        if flags != StreamFlags.CU_STREAM_NON_BLOCKING:  # as torch makes them; others synchronize with the default one
+        # torch makes only these; others synchronize with the default stream
+        if flags != StreamFlags.CU_STREAM_NON_BLOCKING:
             return _only(CudaResult.CUDA_ERROR_NOT_SUPPORTED, 1)
         return *_OK, StreamHandle(self.streams.new().handle)
 
@@ -267,7 +269,7 @@ class SimulatedDriver:
         queue = self.streams.queues.get(int(stream))
         if queue is None or event not in self._events:
             return _only(CudaResult.CUDA_ERROR_INVALID_HANDLE)
-        if (mark := self._events[event]) is not None:  # one that was never recorded counts as passed
+        if (mark := self._events[event]) is not None:  # an event that was never recorded counts as complete
             queue.wait(mark)
         return _OK
 

@@ -1,4 +1,4 @@
-"""Accesses of compiled code as the explorer keeps them: which threads, which bytes, which Python lines."""
+"""The explorer's records of accesses by compiled code: their threads, bytes and Python lines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tricomm.explorer.report.findings import Record
 
 @dataclass(slots=True)
 class Elements:
-    """An access's elements within one region: their `offsets` in bytes (int64), and for each the number of its lane
-    among the access's threads and of its element in that lane's vector."""
+    """The elements of an access that are in one region: their `offsets` in bytes (int64); for each element the number
+    of its lane among the access's threads, and its number within that lane's vector."""
 
     region: Region
     offsets: Array
@@ -33,7 +33,7 @@ class Elements:
         return Elements(self.region, self.offsets[chosen], self.lanes[chosen], self.numbers[chosen])
 
     def bytes(self, itemsize: int) -> Array:
-        """uint8 [elements, itemsize]: their present values."""
+        """Their present values, uint8 [elements, itemsize]."""
         content: Array = self.region.bytes[self.offsets[:, None] + np.arange(itemsize)]
         return content
 
@@ -42,7 +42,7 @@ class Elements:
 
 
 def values_at(access: ThreadAccess, places: list[Elements]) -> Array:
-    """uint8 [lanes, width]: the present values."""
+    """The present values, uint8 [lanes, width]."""
     octets = np.zeros((len(access.threads), access.elements, access.itemsize), np.uint8)
     for place in places:
         octets[place.lanes, place.numbers] = place.bytes(access.itemsize)
@@ -68,7 +68,7 @@ class Event:
     itemsize: int
     instruction: Instruction | None = None
     kernel: Any = None
-    dependent: bool = False  # of a launch that may begin before the one before it on its stream has ended
+    dependent: bool = False  # the launch may begin before the previous launch on its stream has ended
     stream: int | None = None  # of a launch
 
     @classmethod
@@ -89,7 +89,8 @@ class Event:
 
 
 def locate(access: ThreadAccess, memory: Memory, private: list[Region], rank: int) -> list[Elements] | int:
-    """The places of the elements, one a region; or the first address in none, or in one that `rank` has closed."""
+    """The places of the elements, one per region; or the first address that is in no region, or in a region that `rank`
+    has closed."""
     found = memory.split(access.addresses, access.width, private, rank)
     if isinstance(found, int):
         return found
@@ -117,7 +118,7 @@ _MOST_SITES = 1 << 15
 
 
 def site_of(instruction: Instruction, kernel: str) -> Site:
-    """The Python lines that an instruction was compiled from, with the instruction itself."""
+    """The instruction, and the Python lines that it was compiled from."""
     entry = _sites.get(id(instruction))
     if entry is None:
         if len(_sites) >= _MOST_SITES:
@@ -130,7 +131,7 @@ def site_of(instruction: Instruction, kernel: str) -> Site:
 
 
 def function_at(file: str, line: int) -> str | None:
-    """The name of the innermost function of a Python file around `line`: PTX names the kernel only."""
+    """The name of the innermost function that contains `line` of a Python file. PTX has only the kernel's name."""
     return next((name for first, last, name in _functions(file) if first <= line <= last), None)
 
 

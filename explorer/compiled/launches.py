@@ -1,4 +1,4 @@
-"""Turns a launch into tasks of the scheduler, one for each warp; and the happens-before order of launches."""
+"""Turns a launch into tasks of the scheduler, one for each warp, and tracks the happens-before order of launches."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tricomm.explorer.report import diagnosis
 from tricomm.explorer.schedule.scheduler import Scheduler
 from tricomm.explorer.schedule.tasks import Launch, State, Task
 
-_STEPS = 1 << 16  # loop iterations of a warp without an access to memory that others can reach
+_STEPS = 1 << 16  # a warp's loop iterations without an access to memory that others can access
 
 
 @dataclass(eq=False)
 class BlockMemory:
-    """A block's shared memory, as the detector sees it: a region without a host address."""
+    """A block's shared memory for the detector: a region without a host address."""
 
     rank: int
     block: int
@@ -53,7 +53,7 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class Token:
-    """A moment in the happens-before order: clocks by thread, and times by block as strong accesses have shown them."""
+    """A moment in the happens-before order: clocks by thread, and the times by block of `word_rule`."""
 
     threads: Array
     words: Array
@@ -89,7 +89,8 @@ class Launches:
         self._scheduler, self._machine, self._memory, self._unit = scheduler, machine, memory, unit
         self._detector = machine.detector
         self._alive: list[Running] = []
-        self._private: dict[tuple[int, int], tuple[Region, int]] = {}  # by first and last byte: how many use it
+        # by first and last byte: the region, and how many launches use it
+        self._private: dict[tuple[int, int], tuple[Region, int]] = {}
 
     def start(self, launch: KernelLaunch, ended: Ended, signalled: Callable[[], None]) -> None:
         """As `stream_queues.Executor`."""
@@ -137,7 +138,7 @@ class Launches:
         return run
 
     def wait(self, running: Running, task: Task, crew: Crew, threads: Array, instruction: Instruction) -> None:
-        """`griddepcontrol.wait`: returns after the end of the launches that this one depends on."""
+        """Execute `griddepcontrol.wait`: return when the launches that this one depends on have ended."""
         before, crew.waited = running.launch.before, True
         if not before:
             return
@@ -150,7 +151,8 @@ class Launches:
             self._machine.weak.synchronised(task)
 
     def signal(self, running: Running, crew: Crew) -> None:
-        """`griddepcontrol.launch_dependents`, or the end of a block: if it was the last one, dependents may begin."""
+        """A block has executed `griddepcontrol.launch_dependents` or has ended. After the last one, dependent launches
+        may begin."""
         launch = running.launch
         if crew.signalled:
             return
@@ -213,7 +215,7 @@ class Launches:
 
 
 class Warp:
-    """The `Surroundings` of one warp (or block, as the unit)."""
+    """The `Surroundings` of one unit, a warp or a block."""
 
     def __init__(self, launches: Launches, machine: UnitMachine, task: Task, crew: Crew, running: Running) -> None:
         self._machine = machine
@@ -231,7 +233,7 @@ class Warp:
 
 
 class Orders:
-    """Happens-before in the detector's clocks: see `stream_queues.Ordering`."""
+    """Implements `stream_queues.Ordering` by the detector's clocks."""
 
     def __init__(self, detector: ThreadDetector) -> None:
         self._detector = detector

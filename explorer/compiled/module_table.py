@@ -1,4 +1,4 @@
-"""Modules and functions of a simulated GPU: cubins, the PTX that they were assembled from, and what a launch needs."""
+"""Modules and functions of a simulated GPU: cubins, the PTX that they were assembled from, and the data of a launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DeviceFunction:
     text        the PTX of its module.
     layout      (offset, size) in bytes of each parameter, as the cubin has them.
     shared      bytes of static shared memory.
-    most_shared bytes of dynamic shared memory that a launch may request.
+    most_shared most bytes of dynamic shared memory that a launch may request.
     registers   of a thread.
     """
 
@@ -36,13 +36,13 @@ class DeviceFunction:
 
     @property
     def kernel(self) -> PtxKernel:
-        """Its instructions: one object for all ranks that have loaded it, as long as it is in use."""
+        """Its instructions. All ranks that have loaded the kernel share one object, which lives while it is in use."""
         return _parsed(self.text, self.name)
 
 
 @dataclass(eq=False)
 class KernelLaunch:
-    """One launch as the driver was given it.
+    """One launch, as it was passed to the driver.
 
     parameters  the kernel's parameter space
     shared      bytes of dynamic shared memory
@@ -73,15 +73,15 @@ class KernelLaunch:
     ended: bool = False
 
     def again(self) -> KernelLaunch:
-        """The same, to be launched once more."""
+        """A copy, for another launch."""
         return replace(self, after=None, end=None, before=(), signalled=False, handed=None, ended=False)
 
 
 @dataclass
 class ModuleTable:
-    """The modules loaded into one context. It lives as long as the process, like the launcher's table.
+    """The modules loaded into one context. The table lives as long as the process, like the launcher's.
 
-    `users`: by hash, name and file, the handle of a user's kernel and what it was compiled to."""
+    `users`: by hash, name and file, the handle of a user's kernel and its compiled form."""
 
     modules: list[bytes] = field(default_factory=list)
     functions: dict[int, DeviceFunction] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class ModuleTable:
             raise InvalidArgument(
                 f"{name}: this cubin was not made in this process, so its PTX is not known; compile it with Triton here"
             )
-        _parsed(text := sys.intern(text), name)  # so that an unknown instruction is refused now
+        _parsed(text := sys.intern(text), name)  # here, so that an unknown instruction is refused at the load
         self.functions[handle] = DeviceFunction(
             name, text, tuple(layout), shared, most_shared - shared, cubin.registers(image, name)
         )
@@ -130,5 +130,5 @@ _contexts: dict[str, ModuleTable] = {}
 
 
 def table_of(device: str) -> ModuleTable:
-    """The modules loaded into the primary context of the device of that name."""
+    """The modules loaded into the primary context of the device `device`."""
     return _contexts.setdefault(device, ModuleTable())

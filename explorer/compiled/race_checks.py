@@ -1,4 +1,4 @@
-"""Races: two conflicting accesses of threads without a happens-before order, and the ordering that is missing."""
+"""Reports races: two conflicting accesses without a happens-before order, and the ordering that is missing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Maker:
 
 
 class RaceChecks:
-    """The checks of one execution. `pairs`: by a strong write's event and a reader's team, the event of the read."""
+    """The race checks of one execution. `pairs`: by the event of a strong write and the team of a reader, the read's
+    event."""
 
     def __init__(self, clocks: Clocks, events: list[Event], words: WordRule, report: Callable[[Finding], None]) -> None:
         self._clocks, self._events, self._words, self._report = clocks, events, words, report
@@ -76,7 +77,8 @@ class RaceChecks:
     def read_over(
         self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int, kind: int
     ) -> None:
-        """Check a read against writes that later ones have covered; an acquire, after it has joined the release."""
+        """Check a read against writes that later writes have replaced. An acquire is checked after it has joined the
+        release."""
         if shadow.displaced.used:
             fits = shadow.fits(kind, slots) if scope_of(kind) else None
             displaced = shadow.displaced.late(maker.team, pieces, slots, kind, fits)
@@ -94,7 +96,8 @@ class RaceChecks:
         kind: int,
         equal: Array | None = None,
     ) -> None:
-        """`equal` (bool per piece): another warp's copy of the same lane has stored the same value to it."""
+        """Check a write. `equal` (bool per piece): another warp's copy of the lane has stored the same value to the
+        piece."""
         team = maker.team
         unordered = shadow.unordered_write(team, pieces, slots, kind)
         if equal is not None:
@@ -126,8 +129,9 @@ class RaceChecks:
         record: int,
         kind: int,
     ) -> Array | None:
-        """Lanes of one weak store that store to one place are a race unless they store the same value. If they do, the
-        last lane's store stands for all. Returns the first lane of each such place, which has to be ordered as well."""
+        """Lanes of one weak store that write to the same place race, unless they store the same value. If they do, the
+        last lane's store stands for all of them. Returns the first lane of each such place. Its store must be ordered,
+        like the last lane's."""
         if scope_of(kind) or len(pieces) == 1 or (np.diff(pieces) > 0).all():
             return None
         _, first, inverse = np.unique(pieces, return_index=True, return_inverse=True)
@@ -175,7 +179,7 @@ class RaceChecks:
         return finding
 
     def thread(self, slot: int) -> str:
-        """The thread of a slot, for a finding's text; empty for host code."""
+        """The words that name a slot's thread in a finding; empty for host code."""
         number = self._clocks.thread[slot]
         return f", thread {number}" if number >= 0 else ""
 
@@ -193,7 +197,7 @@ class RaceChecks:
             self._unused.judge(event.kernel, event.instruction, reader, load, finding)
 
     def again(self, shadow: ThreadShadow, pieces: Array, record: int) -> Array:
-        """bool per piece: the last store to it, by the same instruction of the same block, is a copy of this one."""
+        """True for each piece whose last store is a copy of this one: by the same instruction of the same block."""
         event = self._events[record]
         known: dict[int, bool] = {}
         for number in distinct(shadow.record[pieces]):
@@ -223,7 +227,7 @@ class RaceChecks:
     def read_over_zero(
         self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int, kind: int
     ) -> None:
-        """Check a read of a message's slot, which is cleared because something in it may look new."""
+        """Check a read of a message's slot, which is cleared because its old content could be taken for new."""
         hidden = shadow.unordered_zero(maker.team, pieces, slots, kind)
         if hidden.any():
             first = self._events[shadow.zeroed[3, pieces][hidden][0]]
@@ -234,8 +238,9 @@ Pair = tuple[Event, Event]
 
 
 def _flags_between(pairs: dict[tuple[int, int], int], events: Sequence[Event], first: int, second: int) -> Pair | None:
-    """A strong write by the block of event `first` after it, that the block of `second` had read before it; or else by
-    a later launch than the first's, read by an earlier launch than the second's."""
+    """A flag between two events: a strong write, after event `first`, by its block, that the block of event `second`
+    has read before `second`. If there is none: a flag that a later launch of the first rank wrote and an earlier launch
+    of the second rank read."""
     one, other, by_launch = events[first], events[second], None
     for (write, team), read in pairs.items():
         flag, seen = events[write], events[read]
@@ -289,7 +294,7 @@ def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | No
         return "race", diagnosis.flag_needed(clash.written, first.record(), second.record())
     write, read = flags
     flag = diagnosis.flag_of((_at(write), write.sem, write.scope), (_at(read), read.sem, read.scope))
-    wrong = []  # between launches the end of one is a fence, and a relaxed flag is enough
+    wrong = []  # the end of a launch is a fence, so between launches a relaxed flag is enough
     if write.sem not in ("release", "acq_rel") and write.team == first.team:
         wrong.append(f"the store at {_at(write)} is {write.sem}: make it sem='release' (.release)")
     if read.sem not in ("acquire", "acq_rel") and read.team == second.team:

@@ -1,8 +1,7 @@
-"""A rank's GPU as its host code sees it: `tricomm.gpu.Gpu` and the streams, events and graphs of `torch.cuda`.
+"""The GPU that a rank's host code uses: `tricomm.gpu.Gpu`, and the streams, events and graphs of `torch.cuda`.
 
-Tensors are in CPU memory. A torch operation in host code stands for work on the rank's current stream: it is done when
-that stream has reached it, and has its place in the stream's order. An operation that gives the host a value, such as
-`item`, waits as on a GPU.
+Tensors are in CPU memory. A torch operation of host code is work of the rank's current stream: it runs when the earlier
+work of the stream has ended. An operation that returns a value to the host, such as `item`, waits as on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tricomm.explorer.compiled.driver import CudaResult, SimulatedDriver
 from tricomm.explorer.compiled.stream_queues import StreamQueue
 from tricomm.explorer.memory_model.regions import tensors_in
 
-# The host waits for the results of these operations, and then knows what the stream knew.
+# The host waits for the results of these operations. So they synchronize the host with the stream.
 _GIVES_A_VALUE = {
     "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
     "__repr__", "__format__", "equal", "allclose", "is_nonzero", "nonzero", "unique", "masked_select", "isclose",
@@ -197,7 +196,7 @@ class SimulatedGpu:
         if not done():
             self.streams.raise_error()
             self._turns.give_way()
-            if not done():  # else a loop that asks would wait for what has been dropped with the error
+            if not done():  # otherwise a loop that queries would wait for work that the error has dropped
                 self.streams.raise_error()
         return done()
 
@@ -213,13 +212,14 @@ class SimulatedGpu:
         self.streams.orders.learn(self.streams.rank, order)
 
     def reach(self) -> None:
-        """Wait until the current stream has done all that is enqueued by now."""
+        """Wait until the current stream has run all work that is enqueued now."""
         queue = self.driver.queue_of(self.driver.current_stream)
         if queue.capture is None:
             self.until(lambda: queue.idle)
 
     def operation(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a torch operation of host code at its place in the current stream, which `reach` has reached."""
+        """Run a torch operation of host code in the order of the current stream. Call `reach` before, which waits for
+        earlier work."""
         queue, streams = self.driver.queue_of(self.driver.current_stream), self.streams
         if queue.capture is not None:
             return _captured(queue, function, args, kwargs)
@@ -233,7 +233,8 @@ class SimulatedGpu:
 
 
 def _captured(queue: StreamQueue, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Record an operation in a graph. It is run to get the tensors that it returns; then its changes are undone."""
+    """Record an operation in a graph. It runs once, to get the tensors that it returns, and its changes are then
+    undone."""
     given = [t for t in tensors_in((args, kwargs)) if t.numel()]
     before = [(t, t._version, t.clone()) for t in given]
     result = function(*args, **kwargs)
@@ -253,7 +254,8 @@ def _captured(queue: StreamQueue, function: Callable[..., Any], args: Any, kwarg
 
 
 def checked(call: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values of a driver's answer; raises `InvalidArgument` for a refusal, as torch raises its own error."""
+    """The values that a driver call returned. Raises `InvalidArgument` for an error code, where torch raises its own
+    error."""
     result, *values = answer
     if result != 0:
         raise InvalidArgument(f"{call} failed: {result.name}")

@@ -1,4 +1,4 @@
-"""Streams, events and graphs of a simulated GPU: work in the order that CUDA gives it, and no other order.
+"""Streams, events and graphs of a simulated GPU. They order work as CUDA does, and no further.
 
 A launch is enqueued, and host code runs on. The head of a stream begins as soon as all work before it has ended; a
 dependent launch (programmatic stream serialization) as soon as each block of the kernel before it has signalled or
@@ -31,7 +31,7 @@ class Executor(Protocol):
 
 
 class Ordering(Protocol):
-    """Happens-before. A token stands for everything that has happened before one moment."""
+    """Tracks happens-before. A token stands for everything that has happened before one moment."""
 
     def host(self, rank: int) -> Any:
         """The token of this rank's host code at this moment."""
@@ -40,10 +40,10 @@ class Ordering(Protocol):
         """Host code has waited until the work of `token` ended."""
 
     def join(self, one: Any, other: Any) -> Any:
-        """The token of both; either may be None, for nothing."""
+        """The token for both; None stands for nothing."""
 
     def operation(self, rank: int, after: Any) -> AbstractContextManager[Callable[[], Any]]:
-        """Encloses an operation of a stream: gives a function, to be called inside, for the token at its end."""
+        """A context manager for a stream's operation. It yields a function that returns the token of its end."""
 
 
 class NoOrders:
@@ -74,7 +74,7 @@ class Mark:
 
 @dataclass(eq=False)
 class StreamItem:
-    """An item of a stream: `begin(after, ended)` starts it; `ended(error, token)` when it is over.
+    """An item of a stream. `begin(after, ended)` starts it, and calls `ended(error, token)` when it has ended.
 
     `ready` says whether it may begin; `known` is the token of host code at the moment of enqueueing; `launch`: of a
     kernel; `event`: a record or a wait, which separates no kernels; `ends` are told the token at its end.
@@ -174,7 +174,7 @@ class StreamQueue:
         join, mark = self._streams.orders.join, Mark()
 
         def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
-            left, token = len(self.running), after  # this item is among them
+            left, token = len(self.running), after  # `running` includes this item
             if awaited is not None:
                 self.waited = join(self.waited, awaited.order)
 
@@ -193,7 +193,7 @@ class StreamQueue:
         return mark
 
     def then(self, look: Callable[[], None]) -> None:
-        """Call `look` at this place of the stream; it orders nothing, and is nothing that a launch could come after."""
+        """Call `look` in the order of the stream. The call orders nothing, and no launch waits for it."""
 
         def looked(token: Any = None) -> None:
             with self._streams.at_work():
@@ -240,8 +240,8 @@ class StreamQueue:
 
 
 class _Replay:
-    """A replay of a graph: a node begins when those that it comes after have ended; along a programmatic edge, which
-    each edge from a kernel to a dependent launch may be, when that kernel has signalled."""
+    """A replay of a graph. A node begins when the nodes before it have ended. Along a programmatic edge, from a kernel
+    to a dependent launch, it begins when that kernel has signalled."""
 
     def __init__(self, nodes: list[Node], streams: Streams, after: Any, ended: Any) -> None:
         self._nodes, self._streams, self._after, self._ended = nodes, streams, after, ended
@@ -266,7 +266,7 @@ class _Replay:
         return node.behind - early <= self._ends.keys()
 
     def _depends_on(self, node: Node) -> dict[int, KernelLaunch]:
-        """The launches at the other ends of programmatic edges."""
+        """The launches at the other ends of the node's programmatic edges."""
         if node.launch is None or not node.launch.dependent:
             return {}
         return {number: self._launches[number] for number in node.behind & self._launches.keys()}
@@ -300,10 +300,10 @@ class Streams:
 
     executor   runs the kernels
     orders     tracks happens-before
-    changed    is called when a piece of work has ended, because host code may continue
-    refuse     is called before work is enqueued; raises an error for a caller that may not
-    error      what a kernel has raised; as after a fault on a GPU, nothing runs from then on
-    working    a stream runs torch's operations now, even if host code has made it advance
+    changed    called when an item of work has ended, because host code may continue
+    refuse     called before work is enqueued; raises an error if the caller may not enqueue
+    error      what a kernel has raised; nothing runs after that, as after a fault on a GPU
+    working    True while a stream runs torch's operations, even if host code has made it advance
     """
 
     def __init__(
@@ -353,8 +353,8 @@ class Streams:
         queue.capture.last[queue] = frozenset()
 
     def end_capture(self, queue: StreamQueue) -> list[Node]:
-        """The nodes of the graph. Raises `InvalidArgument` if a stream that was drawn into the capture has not been
-        joined."""
+        """End the capture and return the graph's nodes. Raises `InvalidArgument` if another stream of the capture has
+        not been joined."""
         capture = queue.capture
         if capture is None or capture.origin is not queue:
             raise InvalidArgument("no capture has begun on this stream")
@@ -389,7 +389,7 @@ class Streams:
         self._changed()
 
     def abandon(self) -> None:
-        """Forget what has not run; nothing is left to wait for."""
+        """Drop all work that has not run, so that nothing waits for it."""
         self.error = None
         for queue in self.queues.values():
             queue.work.clear()

@@ -1,12 +1,12 @@
 """Vector clocks of all threads, under the memory consistency model of PTX.
 
-A clock has two times for each thread: its accesses up to the first happen before this moment, and those up to the
-second do so through an alias fence. After a barrier of the whole block its threads share one clock. A thread that
-learns something later gets another one, which it may share with others that have learned the same. A clock needs no
-entry for the thread's own time. Numbers in brackets are sections of the PTX ISA manual.
+A clock has two times for each thread: the thread's accesses up to the first time happen before this moment, and those
+up to the second do so through an alias fence. After a barrier of the whole block, its threads share one clock. A thread
+that acquires something later gets a separate clock, or shares one with threads that have acquired the same. A clock
+needs no entry for the thread's own time. Numbers in brackets are sections of the PTX ISA manual.
 
   program order (8.9.1)         of one thread; two lanes of a warp have none
-  barriers (8.9.4)              `bar.sync`, `bar.red`, `bar.arrive`, `bar.warp.sync`: of the threads that take part
+  barriers (8.9.4)              `bar.sync`, `bar.red`, `bar.arrive`, `bar.warp.sync`: order the threads that take part
   release patterns (8.8)        a release; a fence, then a strong write; a release, then a strong write to the same word
   acquire patterns (8.8)        an acquire; a strong read, then a fence
   observation order (8.9.2)     the strong read takes its value from the strong write, or from a read-modify-write
@@ -40,35 +40,36 @@ _FIRST_SLOTS = 256
 
 
 def distinct(values: Array) -> list[int]:
-    """The distinct values. Fast if all are equal, the usual case."""
+    """The distinct values. Fast if all are equal, which is the usual case."""
     first = values[0]
     return [int(first)] if (values == first).all() else np.unique(values).tolist()
 
 
 def includes(scope: int | Array, rank: Any, block: Any, other_rank: Any, other_block: Any) -> Any:
-    """True if `scope`, of a thread of `rank` and `block`, includes the other thread."""
+    """True if the scope `scope` of a thread of `rank` and `block` includes the other thread."""
     return (scope >= SYS) | ((scope >= GPU) & (rank == other_rank)) | (block == other_block)
 
 
 def both_include(scopes: tuple[int, int], one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """True if the scopes of two threads, each of (rank, block), include one another."""
+    """True if the scopes of two threads include each other. Each thread is (rank, block)."""
     return bool(includes(scopes[0], *one, *other) and includes(scopes[1], *other, *one))
 
 
 class Clocks:
-    """The clocks of all threads of an execution. Slot 0 is no thread: initial values are known to all."""
+    """The clocks of all threads of an execution. Slot 0 stands for initial values, which all threads know."""
 
     def __init__(self) -> None:
         size = _FIRST_SLOTS
         self.time = np.zeros(size, np.int32)
         self.rank = np.full(size, -1, np.int32)
         self.block = np.full(size, -1, np.int32)
-        self.thread = np.full(size, -1, np.int32)  # its number in its block; -1 for host code
-        self._fenced_aliases = np.zeros(size, np.int32)  # its time at its last alias fence
+        self.thread = np.full(size, -1, np.int32)  # the thread's number in its block; -1 for host code
+        self._fenced_aliases = np.zeros(size, np.int32)  # the thread's time at its last alias fence
         self.switched = False  # true from the first access by a multicast address on
         self.messages: list[FlagMessage | None] = [None]
         self._fenced: dict[int, ReleasePart] = {}
-        self._plain: dict[tuple[int, int, bool], int] = {}  # by team, scope, birth: of a write that releases nothing
+        # by team, scope, birth: the message of a write that releases nothing
+        self._plain: dict[tuple[int, int, bool], int] = {}
         self._sc: dict[tuple[int, int, int], Array] = {}
         self._used, self._teams = 1, 0
         self._free: list[Array] = []
@@ -80,8 +81,8 @@ class Clocks:
     # Queries
 
     def known(self, team: Team, slots: Array, others: Array, apart: Array | None = None) -> Array:
-        """For each n the latest time of thread `others[n]` that thread `slots[n]` of the team knows; if `apart[n]`,
-        through an alias fence."""
+        """For each n, the latest time of thread `others[n]` that thread `slots[n]` of the team knows. If `apart[n]`,
+        only what it knows through an alias fence counts."""
         if apart is not None and apart.any():
             return np.where(apart, self._known(team, slots, others, 1), self._known(team, slots, others, 0))
         return self._known(team, slots, others, 0)
@@ -97,7 +98,8 @@ class Clocks:
         return np.where(slots == others, own, times)
 
     def known_of_all(self, team: Team, slots: Array, apart: Array | None = None) -> Array:
-        """A row for each of the threads, with the time of every other one, as `known`; `apart` has a row for each."""
+        """As `known`, but with a row for each thread of `slots`, which has the time of every other thread. So `apart`
+        is two-dimensional."""
         known = self._known_of_all(team, slots, 0)
         return known if apart is None else np.where(apart, self._known_of_all(team, slots, 1), known)
 
@@ -108,12 +110,13 @@ class Clocks:
         return times
 
     def order(self, team: Team, slot: int, other: int, time: int) -> bool:
-        """True if the thread knows of that time of the other one, through an alias fence or not."""
+        """True if the thread knows the time `time` of the other one, through an alias fence or not."""
         ordered: bool = self.known(team, np.array([slot]), np.array([other]))[0] >= time
         return ordered
 
     def released_by_launch(self, team: int, slot: int, time: int) -> bool:
-        """True if that time of a thread is before the launch of team number `team`, whose writes then release it."""
+        """True if the time `time` of a thread is before the launch of team number `team`. The team's writes then
+        release it."""
         messages = (message for message in self.messages if message is not None and message.block == team)
         parts = (part for message in messages for part in message.parts if part.slot == 0)
         return any(slot < part.known.shape[1] and part.known[0, slot] >= time for part in parts)
@@ -171,7 +174,7 @@ class Clocks:
         return team
 
     def begin_again(self, team: Team, threads: Array, known: Array) -> None:
-        """`griddepcontrol.wait`: from here on these threads are as if they had begun after `known` (a row)."""
+        """`griddepcontrol.wait`: from now on, these threads count as if they had begun after `known` (a row)."""
         if team.waited is None:
             team.waited = np.zeros(len(team.slots), bool)
             earlier = [self._fitted(part.known) for part in team.birth]
@@ -185,7 +188,8 @@ class Clocks:
         team.present -= len(slots)
 
     def end(self, team: Team) -> Array:
-        """The join of all its threads' clocks at their end. Threads that know of this end may reuse the slots."""
+        """End a team: the join of the clocks of its threads. Threads whose clocks include this end may reuse the
+        slots."""
         self._end_acquires(team, team.slots, SYS)
         known = self._highest(team, team.slots)
         self.time[team.slots] += 1
@@ -231,7 +235,7 @@ class Clocks:
         self.time[slots] += 1
 
     def go_on(self, team: Team, barrier: int, slots: Array) -> None:
-        """They leave the barrier: each knows what all arrived threads knew."""
+        """These threads leave the barrier. Each now knows what all threads knew when they arrived."""
         gathering = team.barriers.setdefault(barrier, BarrierRounds())
         mine = gathering.came.get(int(slots[0]), gathering.phase)
         if mine == gathering.phase and gathering.known is not None:
@@ -254,7 +258,7 @@ class Clocks:
     # Order through memory
 
     def fence_aliases(self, team: Team, slots: Array) -> None:
-        """An alias fence by these threads: from here on they know through it all that they know."""
+        """An alias fence by these threads: from now on they know through an alias fence all that they know."""
         threads = team.local(slots)
         rows = team.row_of[threads]
         for row in distinct(rows):
@@ -290,7 +294,7 @@ class Clocks:
         self._sc[key] = known if before is None else np.maximum(self._fitted(before), known)
 
     def plain(self, team: Team, slots: Array, scope: int) -> int:
-        """The message of a strong write that releases nothing but what earlier launches did."""
+        """The message of a strong write that releases only the accesses of earlier launches."""
         born = team.born(slots)
         key = (team.number, scope, born is team.reborn)
         if key not in self._plain:
@@ -298,7 +302,7 @@ class Clocks:
         return self._plain[key]
 
     def publish(self, team: Team, slot: int, sem: str, scope: int, continues: Sequence[int] = ()) -> int:
-        """The number of the message of a strong write. It continues the messages `continues`: those that a
+        """The number of the message of a strong write. The message continues the messages `continues`: those that a
         read-modify-write has read, or this thread's own release to the same word."""
         fence = self._fenced.get(slot)
         parts = [part for number in continues for part in self._handed_on(number, team, scope)]
@@ -352,7 +356,7 @@ class Clocks:
         for part in message.parts:
             if not both_include((part.scope, last), (part.rank, part.block), reader):
                 continue
-            # A reader that knows a release knows all that was released with it.
+            # A reader whose clock includes a release also has everything that was released with it.
             late = readers
             if part.slot:
                 late = readers[self.known(team, readers, np.full(len(readers), part.slot)) < part.time]

@@ -1,4 +1,4 @@
-"""Detects data races thread by thread, in whatever order the schedule ran the accesses.
+"""Detects data races between threads, whatever the order in which the schedule ran the accesses.
 
 Two accesses to the same byte conflict if one of them writes. If nothing orders them (`thread_clocks`), they are a race
 unless they are morally strong: both strong, of the same bytes, and both scopes include the other's thread (PTX ISA,
@@ -32,7 +32,7 @@ _SHARED_GRANULE = 4
 
 @dataclass(slots=True)
 class MadeStore:
-    """The times, messages and so on of a store's elements at the moment of its issue; used when it reaches memory."""
+    """The times and messages of a store's elements when it was issued, which count when it reaches memory."""
 
     times: Array
     messages: Array
@@ -41,7 +41,7 @@ class MadeStore:
 
 
 class ThreadDetector:
-    """The checks of one execution."""
+    """Examines all accesses of one execution."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -50,7 +50,8 @@ class ThreadDetector:
         self.clocks = Clocks()
         self.words = WordRule()
         self.checks = RaceChecks(self.clocks, self.events, self.words, self.report)
-        self.acting: dict[int, Maker] = {}  # by rank: the stream operation that now makes the host's accesses
+        # by rank: the stream operation that is running, which makes the host's accesses
+        self.acting: dict[int, Maker] = {}
         self._hosts: dict[int, Maker] = {}
         self._meetings: dict[int, list[tuple[Array, Array]]] = {}
         self._shadowed: list[Region] = []
@@ -61,7 +62,7 @@ class ThreadDetector:
         return [event.record() for event in self.events if event.shared]
 
     def report(self, finding: Finding) -> None:
-        """Keep a finding, unless there is one about the same two lines already."""
+        """Keep a finding, unless an earlier one is about the same two lines."""
         if len(self.findings) < MOST_FINDINGS and all(f.key != finding.key for f in self.findings):
             self.findings.append(finding)
 
@@ -101,8 +102,8 @@ class ThreadDetector:
         changed: Array | None,
         messages: list[Array] | None = None,
     ) -> None:
-        """Examine an access after the fact. `changed` (bool by lane): which atomics, or stores to shared memory, have
-        changed a value. `messages`: by element of each place, for a load of past values."""
+        """Examine an access that has been made. `changed` (bool by lane): which atomics, or stores to shared memory,
+        have changed a value. `messages`: for a load of past values, the message of each element of each place."""
         record, slots = self._note(maker, access, places), maker.team.slots[access.threads]
         if access.kind == "load":
             for n, place in enumerate(places):
@@ -163,7 +164,7 @@ class ThreadDetector:
             shadow.plain.note(maker.team, pieces, slots, times, record, kind_of(0, itemsize))
 
     def messages(self, place: Elements, itemsize: int) -> Array:
-        """The messages that the elements carry now."""
+        """The messages of the present values of the elements."""
         shadow = self._shadow(place.region)
         pieces, _ = shadow.pieces(place.offsets, itemsize)
         numbers: Array = shadow.message[pieces].reshape(len(place.offsets), -1)[:, 0]
@@ -286,8 +287,8 @@ class ThreadDetector:
     def _own_before(
         self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array, plain: int
     ) -> dict[int, list[int]]:
-        """By lane, the messages of the thread's own last writes to the same words, which continue a release (8.8);
-        without `plain`, which continue none."""
+        """By lane, the messages of the thread's own last writes to the same words, which a release pattern continues
+        (8.8); without the message `plain`, which continues nothing."""
         by_lane: dict[int, list[int]] = {}
         for place in places:
             shadow = self._shadow(place.region)

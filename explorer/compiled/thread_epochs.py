@@ -1,8 +1,8 @@
 """The last accesses of one kind to every piece of a region, by thread.
 
-One epoch is kept as long as each access is ordered after the one before it (FastTrack, PLDI'09). A piece that several
-threads access unordered keeps all their epochs, so no access is lost: in a row of a few entries for few threads, such
-as one of each rank that reads a shard, else in a row with an entry for each thread.
+A piece has one epoch while each access is ordered after the previous one (FastTrack, PLDI'09). If several threads
+access a piece without order, all their epochs are kept, so that no access is lost: for a few threads (for example one
+of each rank, if all read a shard) in a row of a few entries, otherwise in a row with an entry for each thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _COLUMNS = {"slot": np.int32, "time": np.int32, "record": np.int32, "kind": np.u
 
 
 def fence_needed(clocks: Clocks, kinds: Array, kind: Any) -> Array | None:
-    """The `apart` of `Clocks.known`: which pairs need an alias fence; None if no multicast address is in use."""
+    """The argument `apart` of `Clocks.known`: the pairs that need an alias fence. None if no multicast address is in
+    use."""
     return apart(kinds, kind) if clocks.switched else None
 
 
@@ -42,7 +43,8 @@ class UnorderedPair:
 
 
 class _Rows:
-    """Rows of `width` entries, with columns `slot`, `time`, `record`, `kind`; time 0: an empty entry. Row 0 is none."""
+    """Rows of `width` entries, with columns `slot`, `time`, `record`, `kind`. Time 0 is an empty entry. Row 0 is not
+    used."""
 
     def __init__(self, width: int) -> None:
         self.slot, self.time, self.record, self.kind = (np.zeros((1, width), t) for t in _COLUMNS.values())
@@ -50,7 +52,7 @@ class _Rows:
         self._free: list[int] = []
 
     def take(self, count: int) -> Array:
-        """Empty rows."""
+        """Reserve `count` empty rows, and return their numbers."""
         again = [self._free.pop() for _ in range(min(count, len(self._free)))]
         first, self._rows = self._rows, self._rows + count - len(again)
         if self._rows > len(self.time):
@@ -80,12 +82,13 @@ class _Rows:
 
 
 class Epochs:
-    """For each piece the last accesses of one kind, none of which is ordered before another kept one. An access stands
-    for those ordered before it, so an access that needs no order with it must need none with them (`EpochsByKind`).
+    """The last accesses of one kind to each piece. No kept access is ordered before another one. A kept access stands
+    for the accesses that are ordered before it. So an access that needs no order with it must need none with them
+    either (`EpochsByKind`).
 
     row     by piece: 0 for one epoch, n for row n of the few, -n for row n of those with an entry for each thread
-    strong  the accesses have a scope: the narrow scope of a later one may include one rank and not another. Blocks of a
-            rank are not distinguished
+    strong  the accesses have a scope. The narrow scope of a later access may include one rank and not another. Blocks
+            of a rank are not told apart
     """
 
     def __init__(self, pieces: int, clocks: Clocks, strong: bool) -> None:
@@ -96,7 +99,7 @@ class Epochs:
         self._few, self._all = _Rows(_FEW), _Rows(clocks.size)
 
     def note(self, team: Team, pieces: Array, slots: Array, times: Array, record: Any, kind: Any) -> None:
-        """`record` and `kind` are numbers, or arrays with one for each piece."""
+        """Note an access. `record` and `kind` are numbers, or arrays with a number for each piece."""
         self.used = True
         if len(pieces) == 1 and not self.row[at := pieces[0]] and (not self.time[at] or self.slot[at] == slots[0]):
             self.slot[pieces], self.time[pieces], self.record[pieces], self.kind[pieces] = slots, times, record, kind
@@ -151,7 +154,8 @@ class Epochs:
             self.row[pieces] = 0
 
     def late(self, team: Team, pieces: Array, slots: Array, kind: int, fits: Any = None) -> UnorderedPair | None:
-        """An access to `pieces` that does not happen before `slots`. `fits(kinds, others, slots)`: exempt ones."""
+        """An access to `pieces` that does not happen before `slots`, except those that `fits(kinds, others, slots)`
+        exempts."""
         if not self.used:
             return None
         late = self._single_late(team, pieces, slots, kind)

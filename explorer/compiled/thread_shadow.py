@@ -1,4 +1,5 @@
-"""The last accesses to every piece of a region, and their threads: all in numpy, an instruction's lanes at once.
+"""The last accesses to each piece of a region, and their threads. All in numpy, for all lanes of an instruction at
+once.
 
 A piece is the smallest element that was accessed so far.
 """
@@ -16,7 +17,7 @@ from tricomm.explorer.memory_model.access_kinds import same_size, scope_of
 
 
 class ThreadShadow:
-    """The shadow of a region of `nbytes` bytes. Message 0 and record 0 stand for none."""
+    """The shadow of a region: the last accesses to its `nbytes` bytes. Message 0 and record 0 stand for none."""
 
     def __init__(self, nbytes: int, clocks: Clocks, granule: int = 8) -> None:
         self._clocks, self.nbytes, self.granule = clocks, nbytes, granule
@@ -24,10 +25,11 @@ class ThreadShadow:
         self.writer, self.written = np.zeros(pieces, np.int32), np.zeros(pieces, np.int32)
         self.kind, self.record = np.zeros(pieces, np.uint8), np.zeros(pieces, np.int32)
         self.message = np.zeros(pieces, np.int32)
-        # For LL words and leftovers: a strong write has stored the value, and nothing has read it yet.
+        # True if a strong write has stored the value and nothing has read it yet. For LL words and for leftovers.
         self.waiting = np.zeros(pieces, bool)
         self.cleared = np.zeros(pieces, bool)
-        self.zeroed = np.zeros((4, pieces), np.int32)  # of a clearing below the last write: writer, time, kind, record
+        # of a clearing that the last write has replaced: writer, time, kind, record
+        self.zeroed = np.zeros((4, pieces), np.int32)
         self.taker, self.taking = np.zeros(pieces, np.int32), np.zeros(pieces, np.int32)
         self.word = np.zeros(pieces, np.int32)  # the `WordRule` vector of the write
         self.plain, self.strong, self.displaced = (EpochsByKind(pieces, clocks) for _ in range(3))
@@ -47,7 +49,7 @@ class ThreadShadow:
     )
 
     def pieces(self, offsets: Array, itemsize: int) -> tuple[Array, Array]:
-        """The pieces of the elements at `offsets`, and for each the number of its element."""
+        """The pieces of the elements at `offsets`, and the element number of each piece."""
         if itemsize % self.granule or (offsets % self.granule).any():
             self._refine(next(g for g in (4, 2, 1) if itemsize % g == 0 and not (offsets % g).any()))
         first, each = offsets // self.granule, itemsize // self.granule
@@ -64,13 +66,14 @@ class ThreadShadow:
         self.granule = granule
 
     def unordered_write(self, team: Team, pieces: Array, slots: Array, kind: int) -> Array:
-        """bool per piece: its last write does not happen before the slot's access, which is of `kind`."""
+        """True for each piece whose last write does not happen before the slot's access, which is of kind `kind`."""
         needed = fence_needed(self._clocks, self.kind[pieces], kind)
         late: Array = self.written[pieces] > self._clocks.known(team, slots, self.writer[pieces], needed)
         return late
 
     def unordered_zero(self, team: Team, pieces: Array, slots: Array, kind: int) -> Array:
-        """bool per piece: its last write covers a clearing that does not happen before the slot's access."""
+        """True for each piece whose last write has replaced a clearing that does not happen before the slot's
+        access."""
         writer, written, kinds, _ = self.zeroed[:, pieces]
         if not written.any():
             return np.zeros(len(pieces), bool)
@@ -85,10 +88,11 @@ class ThreadShadow:
         return UnorderedPair(at, slot, time, record, kind, True, fence_missing)
 
     def fits(self, kind: int, slots: Array) -> Any:
-        """For `Epochs.late`: which others need no order with a strong access of that kind (8.7: morally strong).
+        """The argument `fits` of `Epochs.late`: which other accesses need no order with a strong access of kind `kind`
+        (8.7, morally strong).
 
-        The kind of address does not count: 8.7 asks for the same proxy, but CUDA's own example polls, by a plain
-        address, a word that others add to by a multicast one.
+        Plain and multicast addresses are not told apart: 8.7 asks for the same proxy, but CUDA's own example polls a
+        word by a plain address while others add to it by a multicast address.
         """
         clocks = self._clocks
 
@@ -109,8 +113,8 @@ class ThreadShadow:
     def note_write(
         self, team: Team, pieces: Array, slots: Array, times: Array, record: int, kind: int, equal: Array | None = None
     ) -> None:
-        """`equal` (bool per piece): the write before it stored the same value. The next access has to be ordered after
-        both."""
+        """Note a write. `equal` (bool per piece): the previous write stored the same value, so the next access has to
+        be ordered after both."""
         if scope_of(kind):
             lost = self.unordered_write(team, pieces, slots, kind) | (self.kind[pieces] != kind)
             ranks = self._clocks.rank

@@ -31,18 +31,20 @@ class FlagMessage:
 
 @dataclass(eq=False, slots=True)
 class BarrierRounds:
-    """One barrier of a block: how often it has opened, and the arrivals since then with their clocks."""
+    """One barrier of a block: how often it has opened, and the threads that have arrived since then with their
+    clocks."""
 
     phase: int = 0
     known: Array | None = None
     waiting: int = 0
-    came: dict[int, int] = field(default_factory=dict)  # by thread: the phase in which it came last
-    opened: dict[int, tuple[Array, bool]] = field(default_factory=dict)  # what was known, whether it is `rows[0]` now
+    came: dict[int, int] = field(default_factory=dict)  # by thread: the phase in which it arrived last
+    # what the arrived threads knew, and whether that is `rows[0]` now
+    opened: dict[int, tuple[Array, bool]] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
 class Team:
-    """The threads of one running block, or one task of the host: their slots, consecutive, and what they know.
+    """The threads of one running block, or one task of the host: their consecutive slots, and what they know.
 
     rows    `rows[0]` is the clock that all threads share; `row_of` has, by thread, the number of its row
     birth   released by each of their relaxed writes: all that ended before this launch began

@@ -1,4 +1,4 @@
-"""`torch.cuda` for a rank's host code over a simulated GPU: its streams, events and graphs, and torch's own operations.
+"""`torch.cuda` over a simulated GPU for a rank's host code: streams, events, graphs, and torch's operations.
 
 Installed during an execution. Outside of a rank's host code everything is torch's own.
 """
@@ -29,7 +29,7 @@ _NO_DATA = {
 
 
 class InStreamOrder(TorchFunctionMode):
-    """Makes each torch operation of host code a piece of work of its rank's current stream."""
+    """Turns each torch operation of host code into work of its rank's current stream."""
 
     def __init__(self, current: Current) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class InStreamOrder(TorchFunctionMode):
 
 @contextmanager
 def installed(current: Current) -> Iterator[None]:
-    """Inside, `current()` is the GPU of the rank whose host code runs; None outside of host code."""
+    """A context manager that installs this. `current()` returns the GPU of the rank whose host code runs, or None
+    outside of host code."""
     with _PATCHES.installed(current), InStreamOrder(current):
         yield
 

@@ -1,4 +1,4 @@
-"""A warp's access: a scheduling point, the access itself, its examination, and the waking of pollers."""
+"""The steps of a warp's access: a scheduling point, the access itself, its examination, and the wake-up of pollers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from tricomm.explorer.schedule.scheduler import Scheduler
 from tricomm.explorer.schedule.tasks import Poll, State, Task
 from tricomm.kernels.launch.memory_access import Access
 
-_PATIENCE = 64  # rounds of a weak load, which may not be a poll
+_PATIENCE = 64  # rounds of a loop of weak loads, which may not be a poll
 _ABORTED = 300  # rounds after an abort: a compiled kernel reads the abort word in one of 256
 _ACQUIRES = ("acquire", "acq_rel")
 
 
 @dataclass(eq=False)
 class Crew:
-    """The warps of one block that runs. `waited`: for an earlier launch; `signalled`: to later ones (`Launches`)."""
+    """The warps of one running block. `waited`: it has waited for an earlier launch. `signalled`: it has let later
+    launches begin (`Launches`)."""
 
     maker: Maker
     shared_memory: Region
@@ -39,8 +40,9 @@ class Crew:
 
 
 class UnitMachine:
-    """The director of the compiled kernels of an execution. `detector`, `weak` and `contention` may be None. With a
-    seed a warp stops anywhere in its polling loop, so that the polled words may change between any two loads."""
+    """Performs the accesses of an execution's compiled kernels. `detector`, `weak` and `contention` may be None. With a
+    seed, a warp is parked at a random load of its polling loop, so that polled words may change between any two
+    loads."""
 
     def __init__(
         self, memory: Memory, detector: ThreadDetector | None, weak: WeakMemory | None, contention: Contention | None,
@@ -125,7 +127,7 @@ class UnitMachine:
         self.poke(crew)
 
     def poke(self, crew: Crew) -> bool:
-        """Something has changed within the block: wake the warps whose condition holds now."""
+        """The state of the block has changed: wake the warps whose condition is now true."""
         woken = False
         for task, until in list(crew.waiting.items()):
             if task.state is State.PARKED and until():
@@ -144,7 +146,7 @@ class UnitMachine:
     # Inside
 
     def _private(self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements]) -> None:
-        """An access to memory of one rank alone, in which its blocks may still wait for each other."""
+        """An access to memory of one rank, in which only blocks of this rank can wait for each other."""
         if access.sem is not None:
             task.sync = True
             self.scheduler.take_turns()
@@ -208,7 +210,7 @@ class UnitMachine:
     def _wrote(
         self, task: Task, access: ThreadAccess, places: list[Elements], before: Array | None, old: Array | None
     ) -> bool:
-        """False if the write has changed no value: a loop that waits may store or exchange in each round."""
+        """False if the write has changed no value, because a polling loop may store or exchange in each round."""
         before = old if access.op == "exch" else before
         if before is None or not np.array_equal(before.reshape(len(access.threads), -1), values_at(access, places)):
             task.changed_memory()
@@ -219,7 +221,8 @@ class UnitMachine:
         return False
 
     def _perform(self, access: ThreadAccess, places: list[Elements]) -> tuple[Array | None, Array | None]:
-        """The values read (uint8 [lanes, width]), and for a read-modify-write the lanes that have changed a value."""
+        """Perform the access. Returns the values read (uint8 [lanes, width]) and, for a read-modify-write, the lanes
+        that have changed a value."""
         if access.writes and self.weak is not None and places[0].region.shared:
             for place in places:
                 self._note_overwritten(place, access)
@@ -295,7 +298,7 @@ class UnitMachine:
     # Polls
 
     def _looked(self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements], old: Array) -> None:
-        """A warp whose loop sees no new value is parked, unless another warp of its block in the same loop sees one."""
+        """Park a warp whose loop sees no new value, unless another warp of its block sees one in the same loop."""
         values = old.reshape(len(access.threads), access.elements, -1)
         seen = np.concatenate([values[place.lanes, place.numbers] for place in places])
         addresses = _addresses(places, access)
@@ -312,7 +315,7 @@ class UnitMachine:
             self.scheduler.park()
 
     def _news(self, task: Task, crew: Crew) -> bool:
-        """True if memory that the warps of this loop poll has changed since their last look."""
+        """True if memory that the warps of this loop poll has changed since they last read it."""
         mine = task.loop()
         sites = {poll.site for poll in mine}
         polls = list(mine)
@@ -343,7 +346,7 @@ class UnitMachine:
 
 
 def _before(task: Task, access: ThreadAccess, places: list[Elements]) -> Array | None:
-    """The values that a task is about to overwrite, if it may be in a polling loop."""
+    """The values that a store will overwrite, if its task may be in a polling loop."""
     return values_at(access, places) if access.writes and task.repeated else None
 
 

@@ -1,13 +1,13 @@
-"""Loads whose values are never used: copies of a tile's elements in threads that store none of them.
+"""Loads whose values are never used: redundant loads of a tile's elements by threads that do not store the result.
 
-A tile that has fewer elements than the block has threads is copied: several threads load one element, and one of them
-stores the result. A store by that one then races with the loads of the others, formally. PTX gives a racing load some
-value, not undefined behaviour (ISA 8.10), so the race is harmless if that value reaches nothing: no memory, no
-address, no branch, no other thread.
+If a tile has fewer elements than the block has threads, several threads load the same element, and one of them stores
+the result. Formally, this store then races with the loads of the other threads. A racing load in PTX returns some
+value; it is not undefined behaviour (ISA 8.10). So the race is harmless if that value reaches no memory, no address, no
+branch and no other thread.
 
-The instructions that a loaded value may reach are taken from the kernel's text: all that its registers flow into, in
-any order. If only stores are among them, a thread uses the value once it executes one of them, with its guard, after
-the load. This overestimates the uses, so no race is missed. Anything else counts as an immediate use.
+The kernel's text shows which instructions a loaded value may reach: all that its registers flow into, in any order. If
+these are only stores, a thread uses the value when it executes one of them, with its guard true, after the load. This
+overestimates the uses, so no race is missed. Otherwise the value counts as used at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tricomm.explorer.report.findings import Finding
 
 
 class UnusedLoads:
-    """The loads of one execution. `report` gets the races with loads whose values are used after all."""
+    """The races with possibly unused loads of one execution. `report` is called with each whose value is used."""
 
     def __init__(self, report: Callable[[Finding], None]) -> None:
         self._report = report
@@ -32,7 +32,7 @@ class UnusedLoads:
         self._waiting: dict[int, list[tuple[int, int, Callable[[], Finding]]]] = {}  # by store: thread, load, race
 
     def ran(self, instruction: Instruction, slots: Array, event: int) -> None:
-        """Threads have executed an instruction that writes."""
+        """Threads have executed an instruction that writes memory, which may use loaded values."""
         last = self._ran.get(id(instruction))
         if last is None:
             last = self._ran[id(instruction)] = np.zeros(MOST_THREADS + 1, np.int32)
@@ -46,7 +46,7 @@ class UnusedLoads:
     def judge(
         self, kernel: PtxKernel, instruction: Instruction, slot: int, load: int, race: Callable[[], Finding]
     ) -> None:
-        """Judge a race with thread `slot`'s load at event `load`: it is reported now, later, or never."""
+        """Decide about a race with a load by thread `slot` at event `load`: it is reported now, later or never."""
         stores = _stores_reached(kernel, instruction)
         if stores is None or any(self._since(store, slot) > load for store in stores):
             self._report(race())
@@ -66,7 +66,7 @@ _MOST_LOADS = 1 << 15
 
 
 def _stores_reached(kernel: PtxKernel, load: Instruction) -> tuple[Instruction, ...] | None:
-    """The stores whose data the loaded value may reach; None if it may reach anything else."""
+    """The stores whose data the loaded value may reach. None if it may reach anything else."""
     entry = _reached.get(id(load))
     if entry is None:
         if len(_reached) >= _MOST_LOADS:

@@ -1,4 +1,4 @@
-"""A user's own kernel, compiled and launched as Triton's dispatch does it, through the driver of a simulated GPU."""
+"""Compiles and launches a user's own kernel as Triton does, but on the driver of a simulated GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SCRATCH = 2  # pointers that Triton adds at the end
 def prepare(
     driver: SimulatedDriver, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any]
 ) -> Callable[[], None]:
-    """Compile and load a kernel; what is returned enqueues it on the current stream.
+    """Compile and load a kernel; returns a function that enqueues it on the current stream.
 
     Arguments are specialised as Triton does: multiples of 16, ones, integers of 32 or 64 bits. Raises
     `InvalidArgument` if grid or arguments do not fit, `ResourceError` if Triton cannot compile the kernel.
@@ -74,8 +74,8 @@ def prepare(
 
 @contextmanager
 def _refusing_libraries(kernel: Any) -> Iterator[None]:
-    """Raises `InvalidArgument` in place of Triton's error about a function of a device library, such as NVSHMEM's, and
-    drops the whole PTX that Triton prints with it."""
+    """A context manager that replaces Triton's error about a function of a device library (such as NVSHMEM's) by
+    `InvalidArgument`, without the whole PTX that Triton prints."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
@@ -94,8 +94,8 @@ def _refusing_libraries(kernel: Any) -> Iterator[None]:
 
 
 def _function(driver: SimulatedDriver, compiled: Any) -> int:
-    """The function, loaded once per device and process."""
-    loaded = table_of(driver.name).users  # a handle means nothing in another context
+    """The loaded function. It is loaded once per device and process."""
+    loaded = table_of(driver.name).users  # a handle is valid in one context only
     key = (compiled.metadata.hash, compiled.metadata.name, compiled.src.fn.fn.__code__.co_filename)
     if key not in loaded:
         compiler.restored(compiled)
@@ -112,7 +112,7 @@ def _function(driver: SimulatedDriver, compiled: Any) -> int:
 
 
 def _flat(value: Any, kind: Any) -> Iterator[tuple[Any, str]]:
-    """Arguments and their types in the order of the parameters: tuples and descriptors are passed part by part."""
+    """Arguments and their types in the order of the parameters. Tuples and descriptors are passed by their parts."""
     if isinstance(kind, tuple | list):
         for one, its in zip(value, kind, strict=True):
             yield from _flat(one, its)

@@ -1,15 +1,15 @@
-"""Stores that arrive late and loads that are early, as the memory model allows for weak and relaxed accesses.
+"""Stores that reach memory late and loads that read early, as the memory model allows for weak and relaxed accesses.
 
-Late   An element of a store may be overtaken by all that its thread does next. Exceptions are an access to the same
-       bytes (program order per location, PTX ISA 8.10.5), a release, a fence, a barrier of the host, and the thread's
-       end. Two late stores to the same bytes arrive in their order. A block barrier or a fence of cta scope hands it to
-       the block: from then on no thread of the block passes it with an access to the same bytes, a release or a fence
-       (8.9.5, causality order is transitive). A fence of gpu scope does the same for all threads of the rank. A release
-       waits for what its thread did before; later loads and stores need not wait for it (8.8).
-Early  An element of a weak, relaxed or volatile load may have the value of an earlier moment, if that is after its
+Late   All later actions of its thread may overtake an element of a store, except an access to the same bytes (program
+       order per location, PTX ISA 8.10.5), a release, a fence, a barrier of the host, and the thread's end. Two late
+       stores to the same bytes arrive in their order. After a block barrier or a fence of cta scope, no thread of the
+       block overtakes the store with an access to the same bytes, a release or a fence (8.9.5, causality order is
+       transitive). A fence of gpu scope does the same for all threads of the rank. A release waits for its thread's
+       earlier stores, but later loads and stores need not wait for the release (8.8).
+Early  An element of a weak, relaxed or volatile load may have the value of an earlier moment. This moment is after the
        thread's last acquire, fence or barrier, and after the thread's last access to the same bytes.
 
-Each element is a separate store or load (8.2.2): the halves of a `.v2.b64` may be seen apart.
+Each element is a separate store or load (8.2.2): another thread may see one half of a `.v2.b64` without the other.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class LateStore:
     stamp: MadeStore
     until: int
     words: frozenset[int]
-    reach: int = 0  # CTA, GPU: no thread of this block, or of this rank, passes it
-    older: list[LateStore] = field(default_factory=list)  # what it must not pass: of its thread, or handed to it
+    reach: int = 0  # CTA, GPU: no thread of this block, or of this rank, overtakes it
+    older: list[LateStore] = field(default_factory=list)  # late stores that it must not overtake
 
 
 @dataclass(slots=True, eq=False)
 class Overwritten:
-    """The values that a write has replaced, by element, with their messages."""
+    """The values that a write has overwritten, by element, with their messages."""
 
     moment: int
     offsets: Array
@@ -63,14 +63,15 @@ class Overwritten:
 
 @dataclass(eq=False)
 class Looks:
-    """The moments after which the loads of one warp must be."""
+    """The earliest moments that the loads of one warp may read."""
 
     floor: int = 0
-    at: dict[Region, Array] = field(default_factory=dict)  # by region: the moment of the last access to each 4 bytes
+    # by region: the moment of the warp's last access to each 4 bytes
+    at: dict[Region, Array] = field(default_factory=dict)
 
 
 class WeakMemory:
-    """Which stores are late and which loads early is a function of `seed`, and of the order of all accesses."""
+    """Chooses late stores and early loads. The choices are a function of `seed` and of the order of all accesses."""
 
     def __init__(self, seed: int) -> None:
         self.moment = 1
@@ -84,9 +85,9 @@ class WeakMemory:
     def late(
         self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements], step: int
     ) -> tuple[list[Array], int] | None:
-        """Which elements of a store to hold back (bool by element of each place), and until which step; or None. If an
-        older store has not reached some of their bytes yet, these elements alone: then what was there before can be
-        seen among the others."""
+        """The elements of a store to hold back (bool by element of each place), and the step until which; or None. If
+        an older store has not reached some of the bytes yet, only elements with such bytes are held back: then other
+        threads can see new values together with even older ones."""
         if access.kind != "store" or access.sem not in _LATE:
             return None
         older = self._older(task, maker, words_in(places, access.itemsize)) if self.held else []
@@ -112,7 +113,7 @@ class WeakMemory:
     def before(
         self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements], late: bool
     ) -> list[LateStore]:
-        """The late stores that must reach memory before `access`; if it is `late` itself, they are those that it
+        """The late stores that must reach memory before `access`. If `access` is `late` itself, only those that it
         releases."""
         if not self.held:
             return []
@@ -122,11 +123,12 @@ class WeakMemory:
         return self._take(lambda h: h in older) if older else []
 
     def _older(self, task: Any, maker: Maker, words: frozenset[int]) -> list[LateStore]:
-        """This thread's late stores to these words, which its later accesses to them do not overtake."""
+        """This thread's late stores to these words. Its later accesses to the words must not overtake them."""
         return [h for h in self.held if self._mine(h, task, maker) and not h.words.isdisjoint(words)]
 
     def fenced(self, task: Any, maker: Maker, scope: int = SYS) -> list[LateStore]:
-        """The late stores that must arrive before a fence or the end of a warp. A narrower fence only hands them on."""
+        """The late stores that must reach memory before a fence or the end of a warp. A narrower fence only raises the
+        `reach` of late stores."""
         if scope == SYS:
             return self._take(lambda h: self._mine(h, task, maker)) if self.held else []
         for held in self.held:
@@ -135,7 +137,7 @@ class WeakMemory:
         return []
 
     def met(self, task: Any) -> None:
-        """The warp has arrived at a barrier of its block."""
+        """The warp has arrived at a barrier of its block: raise the `reach` of its late stores."""
         for held in self.held:
             if held.task is task:
                 held.reach = max(held.reach, CTA)
@@ -159,7 +161,8 @@ class WeakMemory:
         )
 
     def _take(self, chosen: Any) -> list[LateStore]:
-        """Those that are chosen, and the older stores that they must not pass."""
+        """Remove the chosen stores and the older stores that they must not overtake from the late ones, and return
+        them."""
         taken: list[LateStore] = []
         for held in reversed(self.held):
             if chosen(held) or any(held in newer.older for newer in taken):
@@ -170,7 +173,7 @@ class WeakMemory:
     # Early loads
 
     def overwritten(self, place: Elements, itemsize: int, values: Array, messages: Array) -> None:
-        """Elements with these old values are about to be written."""
+        """Keep the old values of elements that are about to be written."""
         self.moment += 1
         past = self._past.setdefault(place.region, [])
         past.append(Overwritten(self.moment, place.offsets, itemsize, values, messages))
@@ -178,21 +181,21 @@ class WeakMemory:
             del past[0]
 
     def synchronised(self, task: Any) -> None:
-        """An acquire, a fence or a barrier: later loads of the warp are not older."""
+        """An acquire, a fence or a barrier of the warp: its later loads read no older values."""
         self._of(task).floor = self.moment
 
     def looked(self, task: Any, place: Elements, itemsize: int) -> None:
-        """The warp has accessed these elements."""
+        """The warp has accessed these elements: its later loads of them read no older values."""
         self._at(task, place.region)[pieces_of(place, itemsize)] = self.moment
 
     def behind(self, held: LateStore) -> list[Any]:
-        """The warps that may be past a barrier or a fence that has handed the store to them."""
+        """The warps of the store's `reach`, which may have passed the barrier or fence after it."""
         if held.reach < GPU:
             return list(held.task.mates)
         return [*held.task.mates, *(t for t in self._looks if t.rank == held.task.rank and t not in held.task.mates)]
 
     def early(self, task: Any, access: ThreadAccess, place: Elements) -> tuple[Array, Array, Array] | None:
-        """For a load: which elements take a value of the past (bool), the values and messages of all; or None."""
+        """For a load: which elements read a past value (bool), and the values and messages of all elements; or None."""
         past = self._past.get(place.region)
         if not past or access.sem not in MAY_WAIT or self._random.random() >= _EARLY:
             return None
@@ -232,7 +235,7 @@ class WeakMemory:
 
 
 def pieces_of(place: Elements, itemsize: int) -> Array:
-    """The numbers of the 4-byte pieces of the elements, one after another."""
+    """The numbers of the 4-byte pieces that the elements consist of."""
     each = max(1, itemsize // 4)
     if each == 1:
         return place.offsets // 4
@@ -240,16 +243,16 @@ def pieces_of(place: Elements, itemsize: int) -> Array:
 
 
 def _among(place: Elements, itemsize: int, words: frozenset[int]) -> Array:
-    """Which elements have a word that is one of `words`, as `words_of` gives them."""
+    """True for each element of which one of `words` (as from `words_of`) is a part."""
     alone = (place.some(np.arange(len(place.offsets)) == at) for at in range(len(place.offsets)))
     return np.array([not words.isdisjoint(words_of(one, itemsize)) for one in alone], bool)
 
 
 def words_in(places: list[Elements], itemsize: int) -> frozenset[int]:
-    """`words_of` all of them."""
+    """The words of all `places`, as `words_of`."""
     return frozenset[int]().union(*(words_of(place, itemsize) for place in places))
 
 
 def words_of(place: Elements, itemsize: int) -> frozenset[int]:
-    """Numbers of 4-byte pieces that are unique across all memory."""
+    """The 4-byte words of the elements, by numbers that are unique across all memory."""
     return frozenset((pieces_of(place, itemsize) + place.region.base // 4).tolist())

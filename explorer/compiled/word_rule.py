@@ -1,8 +1,8 @@
-"""LL words: none may be overwritten before its reader has taken it and acknowledged that in a word that the writer has
-seen.
+"""Checks LL words: the reader of a word must have read it and acknowledged it, in a word that the writer has read,
+before the word is overwritten.
 
-An LL word needs no order with any other word, so clocks of release and acquire say nothing about it. The vectors here
-record what each block has seen of every other through strong accesses of any kind, ordered or not.
+An LL word needs no order with any other word, so the happens-before clocks do not cover it. The vectors here record
+what each block knows of every other block through strong accesses of any kind, ordered or not.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _FIRST = 64
 
 
 class WordRule:
-    """Times by block: index 0 is none, (rank, -1) is a rank's host code."""
+    """Vectors of times by block. Index 0 stands for no block; (rank, -1) is a rank's host code."""
 
     def __init__(self) -> None:
         self._now = np.zeros((_FIRST, _FIRST), np.int32)
         self._index: dict[tuple[int, int], int] = {}
         self._vectors: list[Array] = [np.zeros(_FIRST, np.int32)]
-        self._last: dict[int, int] = {}  # by block: its latest vector, while that is still up to date
+        self._last: dict[int, int] = {}  # by block: the number of its latest vector, if that is up to date
 
     def index(self, rank: int, block: int) -> int:
         number = self._index.get((rank, block))
@@ -45,7 +45,7 @@ class WordRule:
     # Strong accesses
 
     def vector(self, rank: int, block: int) -> int:
-        """The number of the vector that a strong write passes to its readers."""
+        """The number of the vector that a strong write by this block passes to its readers."""
         me = self.index(rank, block)
         if me not in self._last:
             self._vectors.append(self._now[me].copy())
@@ -54,14 +54,14 @@ class WordRule:
         return self._last[me]
 
     def saw(self, rank: int, block: int, vectors: Array) -> None:
-        """A strong read has read words that were written with these vectors."""
+        """A strong read by this block has read words that were written with these vectors."""
         me = self.index(rank, block)
         for number in distinct(vectors):
             if number:
                 self._join(me, self._vectors[number])
 
     def took(self, rank: int, block: int, shadow: ThreadShadow, pieces: Array) -> None:
-        """A strong read has taken what is there now."""
+        """A strong read by this block has read the present values."""
         fresh = pieces[shadow.waiting[pieces]]
         if len(fresh):
             me = self.index(rank, block)
@@ -70,7 +70,8 @@ class WordRule:
             self._last.pop(me, None)
 
     def lost(self, rank: int, block: int, shadow: ThreadShadow, pieces: Array) -> tuple[Array, Array]:
-        """For words that this block overwrites, bool per piece: never read; read, but perhaps not acknowledged yet."""
+        """For words that this block overwrites: (never read, read but perhaps not acknowledged), each a bool per
+        piece."""
         now = self._now[self.index(rank, block)]
         never = shadow.waiting[pieces]
         early: Array = shadow.taking[pieces] > now[shadow.taker[pieces]]

@@ -1,1 +1,1 @@
-"""The accesses of interpreted kernels: when each happens, which stores are late, which accesses race."""
+"""The accesses of interpreted kernels: when each happens, which stores arrive late, and which accesses race."""

@@ -1,7 +1,7 @@
-"""Stores that reach memory late, and tiles that arrive in pieces: both are allowed on a GPU.
+"""Stores that reach memory late, and tiles that arrive in pieces. A GPU may do both.
 
-A store that releases nothing may be overtaken by everything that its block does next, except by accesses to the same
-place, and by the block's next release or end. The elements of one tile are separate stores. Two late stores to one
+A store that releases nothing may reach memory after later actions of its block, but before the block's next access to
+the same place, its next release and its end. The elements of one tile are separate stores. Two late stores to the same
 place arrive in their order.
 """
 
@@ -35,7 +35,8 @@ class Held:
 
 @dataclass
 class Delays:
-    """Which stores of an execution are held, and for how many steps: a function of `seed` and the store's number."""
+    """Chooses the stores of an execution that are held back, and for how many steps. The choice is a function of `seed`
+    and the store's number."""
 
     seed: int
     held: list[Held] = field(default_factory=list)
@@ -43,8 +44,9 @@ class Delays:
     _steps: int = 0
 
     def hold(self, task: Task, access: Access) -> Array | None:
-        """The elements of this store to hold back, if any. If an older store has not reached some of their places yet,
-        these elements alone: then what was there before can be seen among the others."""
+        """The elements of this store to hold back, if any. If an older store has not reached some of the places yet,
+        only elements at those places are held back: then other ranks can see new values together with even older
+        ones."""
         if access.kind != "store" or access.sem not in (None, "relaxed"):
             return None
         self._stores += 1
@@ -66,7 +68,7 @@ class Delays:
         self.held.append(held)
 
     def before(self, task: Task, access: Access) -> list[Held]:
-        """The delayed stores that must reach memory before `access` of the same block, which is not held back."""
+        """The delayed stores of a block that must reach memory before its access `access`, which is not held back."""
         if not self.held:
             return []
         releases = access.writes and access.sem in ("release", "acq_rel")
@@ -78,7 +80,7 @@ class Delays:
         return self._take(must)
 
     def _behind(self, task: Task, access: Access) -> Array:
-        """Which elements of a store have a place that an older store of the block has not reached yet."""
+        """True for each element of a store to whose place an older store of the block is still held back."""
         behind = np.zeros(len(access.addresses), bool)
         for held in self.held:
             if held.task is task:
@@ -92,7 +94,8 @@ class Delays:
         return self._take(lambda h: now or h.until <= step)
 
     def _take(self, chosen: Any) -> list[Held]:
-        """Those that are chosen, and what the same block has stored to the same places before."""
+        """Remove the chosen stores, and the same block's earlier stores to the same places, from those held back;
+        return them."""
         taken: list[Held] = []
         for held in reversed(self.held):
             if chosen(held) or any(_same_place(held, other) for other in taken):
@@ -106,7 +109,7 @@ def _same_place(a: Held, b: Held) -> bool:
 
 
 def _words(access: Access, lanes: Array | None = None) -> Array:
-    """Indices of the 8-byte words that an access touches, or those `lanes` of it: two for an element of 16 bytes."""
+    """Indices of the 8-byte words that an access (or its `lanes`) touches. An element of 16 bytes has two."""
     addresses = access.addresses if lanes is None else access.addresses[lanes]
     first = addresses >> np.uint64(3)
     return first if access.itemsize <= 8 else np.concatenate([first, first + np.uint64(1)])

@@ -1,8 +1,7 @@
-"""Detects data races: conflicting accesses that happens-before does not order, in whatever order they ran.
+"""Detects data races: conflicting accesses that happens-before does not order, whatever the order in which they ran.
 
-Every access is compared with the last accesses to the same bytes (`shadow`), under its block's vector clock (`clocks`).
-Two conflicting accesses that nothing orders are a race in this schedule and in others; the order in which this
-schedule ran them does not matter.
+Every access is compared with the last accesses to the same bytes (`shadow`), by its block's vector clock (`clocks`).
+Two conflicting accesses that nothing orders are a race, even if this schedule ran them in the intended order.
 
 A strong access (an atomic, a volatile load) needs no order with another strong one of the same size, if the scopes of
 both include both. All other conflicting accesses have to be ordered. The release that an acquire reads happens before
@@ -32,7 +31,7 @@ from tricomm.kernels.launch.memory_access import Access
 
 @dataclass(slots=True)
 class Stamp:
-    """The clock and message of a store at the moment of its issue; used when it reaches memory later."""
+    """The clock and message of a store when it was issued. They count when it reaches memory later."""
 
     thread: Thread
     record: int
@@ -88,7 +87,8 @@ class Detector:
         return self.thread(task.rank, task.block)
 
     def met(self, rank: int, step: int, after: bool) -> None:
-        """Host code has entered exchange number `step` of the group, or has left it with the values of all ranks."""
+        """Host code has entered exchange number `step` of the group, or (`after`) has left it with the values of all
+        ranks."""
         host = self.thread(rank, -1)
         if not after:
             self._meetings.setdefault(step, []).append(host.now.copy())
@@ -103,7 +103,7 @@ class Detector:
     # Accesses
 
     def access(self, task: Task, access: Access, places: list[Place], site: Site, changed: bool) -> None:
-        """Examine an access after the fact; `changed` is False for a read-modify-write that changed no value."""
+        """Examine an access that has been made. `changed` is False for a read-modify-write that changed no value."""
         thread = self._of(task)
         record = self._note(task, access, places, site, changed)
         time = _time(thread, access)
@@ -149,7 +149,7 @@ class Detector:
         self.report(diagnosis.out_of_bounds(self.records[record], text))
 
     def report(self, finding: Finding) -> None:
-        """Keep a finding, unless one with the same kind and lines is kept already."""
+        """Keep a finding, unless an earlier one has the same kind and lines."""
         if len(self.findings) < MOST_FINDINGS and all(f.key != finding.key for f in self.findings):
             self.findings.append(finding)
 
@@ -170,7 +170,8 @@ class Detector:
         return self._record(_who(task), access, kind, site, places[0])
 
     def _record(self, who: tuple[int, int, int], access: Access, kind: str, site: Site, place: Place | None) -> int:
-        """Keep an access by `who`, (rank, block, launch); its place is None outside of all memory."""
+        """Keep a record of an access by `who`, (rank, block, launch). Its place is None if it is outside of all
+        memory."""
         label = "nowhere" if place is None else place.region.label(int(place.offsets[0]))
         owner = -1 if place is None else place.region.rank
         count, itemsize = len(access.addresses), access.itemsize
@@ -235,7 +236,8 @@ class Detector:
     def _clashed(
         self, thread: Thread, access: Access, shadow: Shadow, index: Index, unordered: Array, record: int
     ) -> None:
-        """The last write is not ordered before this access: a race, unless both are strong, of one size, in scope."""
+        """The last write is not ordered before this access. It is a race, unless both are strong, have the same size,
+        and are in each other's scope."""
         unordered = unordered & self._misfits(thread, access, shadow.kind[index], shadow.writer[index])
         if unordered.any():
             self._race(thread, shadow.clash_with_write(index, unordered), record)
@@ -251,7 +253,7 @@ class Detector:
             self._race(thread, clash, record)
 
     def _told(self, thread: Thread, access: Access, messages: Array) -> Array:
-        """The clock of an acquire at each granule, joined with the message that it has read: [slot, granule]."""
+        """The clock of an acquire at each granule, joined with the message that it has read: array [slot, granule]."""
         numbers, which = np.unique(messages, return_inverse=True)
         told = [
             thread.told(self._fit(self._messages[n]), access.scope or "") if n >= 0 else thread.now[STRICT]
@@ -260,11 +262,12 @@ class Detector:
         return np.stack(told, axis=1)[:, which]
 
     def _misfits(self, thread: Thread, access: Access, kinds: Any, slots: Any) -> Array:
-        """bool per earlier conflicting access, of these kinds and threads: the two must be ordered."""
+        """True for each earlier conflicting access (of kind `kinds` and thread `slots`) that must be ordered with this
+        one."""
         ranks = self._ranks[slots]
         if access.sem is None:
             return np.ones(len(ranks), bool)
-        narrow = np.minimum(scope_of(kinds), SCOPES[access.scope or "sys"])  # 0 if one is plain
+        narrow = np.minimum(scope_of(kinds), SCOPES[access.scope or "sys"])  # 0 if one of the two is plain
         apart = (narrow < SCOPES["sys"]) & (ranks != thread.rank) | (narrow < SCOPES["gpu"])
         return apart | np.logical_not(same_size(kinds, access.itemsize))  # type: ignore[no-any-return]
 
@@ -286,7 +289,8 @@ class Detector:
             self.report(diagnosis.zero_may_come_late(self.records[clash.record], self.records[record]))
 
     def _zero_missed(self, thread: Thread, shadow: Shadow, index: Index, record: int) -> None:
-        """A slot is cleared because something in it may look new: the reader must not find that."""
+        """A slot is cleared because its old content could be taken for new: the reader must not find the old
+        content."""
         if (hidden := shadow.unordered_zero(index, thread.known_to_block)).any():
             clearing = self.records[shadow.zeroed[2, index][hidden][0]]
             self.report(diagnosis.zero_may_be_missed(clearing, self.records[record]))

@@ -1,4 +1,4 @@
-"""Each access in turn: a scheduling point, the access itself, its examination, and the waking of pollers."""
+"""The steps of an access: a scheduling point, the access itself, its examination, and the wake-up of pollers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PATIENCE = 64  # rounds before a loop of plain loads, or of a kernel after an a
 
 
 class Machine:
-    """The director of an execution. `detector`, `delays` and `contention` are optional."""
+    """Performs the accesses of an execution. `detector`, `delays` and `contention` are optional."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Machine:
             self.contention.done(task, places, writes, site, b"" if old is None else old.tobytes(), access.itemsize)
         if access.op == "XCHG" and old is not None:
             before = old.tobytes()
-        # A loop that waits may store or exchange in each round. If that changes nothing, it still waits.
+        # A polling loop may store or exchange in each round. If that changes nothing, the loop still waits.
         if changed and (before is None or before != present(places, access.itemsize, count)):
             task.changed_memory()
             self.scheduler.wrote(access.addresses)

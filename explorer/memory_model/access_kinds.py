@@ -1,4 +1,5 @@
-"""Kinds of accesses in one number: element size, scope and kind of address, on which it depends what can race."""
+"""The kind of an access as one number: element size, scope, and plain or multicast address. It decides what can
+race."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from typing import Any
 
 RELEASES = ("release", "acq_rel")  # semantics
 PLAIN = 0
-SIZE = 31  # the low bits: bytes of the element; above them the scope, 0 for a weak access
-MULTICAST = 128  # by an address that stands for all ranks' memory
+SIZE = 31  # the low bits are the bytes of the element; the bits above them the scope, 0 for a weak access
+MULTICAST = 128  # an access by a multicast address, which stands for all ranks' memory
 
 
 def kind_of(scope: int, itemsize: int, multicast: bool = False) -> int:
@@ -24,5 +25,5 @@ def same_size(one: Any, other: Any) -> Any:
 
 
 def apart(one: Any, other: Any) -> Any:
-    """True if an alias fence is needed between the two: one access is by a multicast address, the other is not."""
+    """True if an alias fence is needed between the two, because exactly one is by a multicast address."""
     return (one ^ other) & MULTICAST > 0

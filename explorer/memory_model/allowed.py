@@ -1,14 +1,14 @@
-"""Accesses of tricomm's own primitives that the detector's rules would report, each with the reason why it is right.
+"""Accesses of tricomm's own primitives that the detector's rules would report, and why each is correct.
 
-store_ll    In the pure variant a plain store, standing for `st.relaxed.sys.v2.b64` of the PTX variant: Triton before
-            3.9 has no relaxed store. It counts as a relaxed `.sys` store of 64 bits.
+store_ll    A plain store in the pure variant, because Triton before 3.9 has no relaxed store. It counts as a relaxed
+            `.sys` store of 64 bits, like `st.relaxed.sys.v2.b64` of the PTX variant.
 get_ll,     A volatile load, which is relaxed at `.sys`, and reads words that may be written at the same time. An LL
-poll_planes word is one naturally aligned 64-bit access that carries its own flag: a reader that sees the flag
-            has the payload, so it needs no order with any other word. It does need that no word is overwritten before
-            it has been read. That is checked instead (`Detector._ll_overwritten`).
-put_wide,   The same in 16 bytes, one access each (`wide_words`): relaxed at `.sys` in both variants, of one size, so no
-get_wide    rule refuses them. That none is overwritten before it has been read is checked as for LL words.
-store_to_   Payload by pairs of words, relaxed in the PTX variant: a header publishes it, as it does plain stores. The
+poll_planes word is one naturally aligned 64-bit access that contains its flag: a reader that sees the flag
+            has the payload, so it needs no order with any other word. But no word may be overwritten before it has been
+            read, which is checked instead (`Detector._ll_overwritten`).
+put_wide,   The same in one access of 16 bytes (`wide_words`). It is relaxed at `.sys` in both variants, so no rule
+get_wide    reports it. As for LL words, it is checked that none is overwritten before it has been read.
+store_to_   Stores payload by pairs of words, relaxed in the PTX variant. A header publishes it, like plain stores. The
 all         padding of the last pair may stay unread.
 """
 
@@ -27,7 +27,7 @@ _files = {str(module.__file__) for module in _MODULES}
 
 
 def copy_of(file: str) -> None:
-    """Apply the same exceptions to another copy of one of these files (for mutants of it)."""
+    """Apply the same exceptions to another copy of one of these files, such as a mutant."""
     _files.add(file)
 
 

@@ -1,19 +1,19 @@
 """Vector clocks for happens-before, on four levels of strictness.
 
-    STRICT   the order that the rules below give, with scopes and block barriers (`tl.debug_barrier`).
-    THREAD   the same, as if a block were one thread.
-    ANY      the same, whatever the scopes.
-    SEEN     every message that a strong read has read, ordered or not.
+    STRICT   the order by the rules below, with scopes and block barriers (`tl.debug_barrier`).
+    THREAD   as STRICT, as if a block were one thread.
+    ANY      as THREAD, whatever the scopes.
+    SEEN     every message that a strong read has read counts, ordered or not.
 
-Only STRICT decides whether two accesses race. The others say which ordering is missing: the first level that has the
-two in order names what the level before it lacks.
+Only STRICT decides whether two accesses race. The other levels tell which ordering is missing: it is the one that the
+first level at which the two accesses are ordered does not ask for.
 
 Rules (the PTX memory model, as "A Formal Analysis of the NVIDIA PTX Memory Consistency Model" (ASPLOS'19) has it, and
 scopes as in HRF (ASPLOS'14)):
   program order within a block; end of a launch -> next launch of the rank; the ranks' exchanges on the host.
   release -> acquire that reads it, or reads a read-modify-write that continues it, if both scopes are wide enough.
   A block barrier between a flag and the accesses of the block's other threads.
-  A launch begins after the end of the one before it, which is a system fence: even a relaxed flag hands on what its
+  A launch begins after the end of the previous one, which is a system fence: even a relaxed flag publishes what its
   rank did in earlier launches.
 """
 
@@ -30,12 +30,13 @@ from tricomm.explorer.memory_model.source_lines import Site
 
 STRICT, THREAD, ANY, SEEN = range(4)
 ACQUIRES = ("acquire", "acq_rel")
-_RELEASES = 1 << 10  # time steps for the releases between two block barriers; further releases share the last one
+# time steps for releases between two block barriers; releases beyond this number share the last step
+_RELEASES = 1 << 10
 Clock = NDArray[Any]
 
 
 def longer(row: Clock, size: int) -> Clock:
-    """`row`, padded with zeros to `size` entries. `np.pad` takes ten times as long."""
+    """`row`, padded with zeros to `size` entries. `np.pad` would take ten times as long."""
     missing = size - row.shape[-1]
     return row if missing <= 0 else np.concatenate([row, np.zeros((*row.shape[:-1], missing), row.dtype)], axis=-1)
 
@@ -64,7 +65,7 @@ def _includes(scope: str, part: Part, rank: int, block: object) -> bool:
 
 @dataclass(slots=True)
 class Message:
-    """A release message: that of one release, and those that read-modify-writes have continued."""
+    """The message of a release, with the parts of other releases that a read-modify-write continues."""
 
     parts: list[Part]
     any: Clock
@@ -73,7 +74,7 @@ class Message:
 
 @dataclass(slots=True)
 class Joined:
-    """One read of a flag, kept to explain later why it did not order two accesses."""
+    """One read of a flag. It is kept to explain later why it did not order two accesses."""
 
     site: Site
     sem: str
@@ -97,7 +98,7 @@ class Thread:
         self.begin(self.now)
 
     def begin(self, known: Clock) -> None:
-        """Start a launch with the clock `known`; no acquire is pending."""
+        """Start a launch with the clock `known`, and without pending acquires."""
         own = self.now[STRICT, self.slot]
         self.now = np.maximum(self.now, known)
         self.now[:, self.slot] = own + 1
@@ -107,7 +108,7 @@ class Thread:
         self._fence()
 
     def frozen(self) -> Thread:
-        """The thread as it is now, for a store that reaches memory later."""
+        """A copy of the present state, for a store that reaches memory later."""
         now = copy(self)
         now.now, now.pending, now.joins = self.now.copy(), self.pending.copy(), list(self.joins)
         return now
@@ -120,7 +121,8 @@ class Thread:
         self.now[:, self.slot] += 1
 
     def barrier(self) -> None:
-        """A block barrier: from here an acquire by one thread holds for all, and a release by one covers all."""
+        """A block barrier: from now on, all threads have one thread's earlier acquires, and one thread's release covers
+        what all did before."""
         np.maximum(self.now[STRICT], self.pending, out=self.now[STRICT])
         self._fence()
 
@@ -130,10 +132,10 @@ class Thread:
 
     @property
     def known_by_release(self) -> Clock:
-        """The clock that the next release publishes (STRICT), itself included.
+        """The clock that the next release publishes (STRICT), including the release itself.
 
-        The releasing thread does not wait for what the others have done since the last block barrier. So its time is
-        after the barrier and before theirs.
+        The releasing thread does not wait for what the others have done since the last block barrier. So the time of
+        its release is after the barrier and before the time of their accesses.
         """
         known: Clock = self.fenced.copy()
         known[self.slot] += min(self._releases + 1, _RELEASES - 1)
@@ -141,13 +143,13 @@ class Thread:
 
     @property
     def known_to_block(self) -> Clock:
-        """The clock that orders LL words: the block's reduction over the values that its lanes have acquired acts as a
-        block barrier for them. The barrier before a release has no such substitute."""
+        """The clock that orders LL words. The block reduces over the values that its lanes have acquired, which acts as
+        a block barrier after these acquires. Nothing acts as a barrier before a release."""
         known: Clock = np.maximum(self.now[STRICT], self.pending)
         return known
 
     def finish(self) -> Clock:
-        """The clock at the end of the launch, which joins all threads of the block."""
+        """End the launch: the clock at its end, which joins all threads of the block."""
         self.barrier()
         return self.now
 
@@ -178,7 +180,7 @@ class Thread:
             self.joins.append(Joined(site, sem, scope, message.parts, message.seen))
 
     def told(self, message: Message, scope: str) -> Clock:
-        """The clock of the acquiring thread itself, before a block barrier makes it known to all (STRICT)."""
+        """The clock of the acquiring thread, before a block barrier passes it on to the others (STRICT)."""
         known: Clock = self.now[STRICT].copy()
         for part in self._reached(message, scope):
             np.maximum(known, part.strict, out=known)

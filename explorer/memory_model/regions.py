@@ -1,4 +1,4 @@
-"""The memory of one execution: named regions, and the place of an access within them."""
+"""The memory of one execution: named regions, and the places of accesses within them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class OutOfBounds(TricommError):
 
 @dataclass(eq=False)
 class Region:
-    """A run of bytes. `kind` is arena, symmetric, control (the host's words, not examined) or private (one launch's).
+    """A range of bytes. `kind` is arena, symmetric, control (words of the host, not examined) or private (of one
+    launch).
 
     `rank` owns the memory; `plan` is the layout of an arena; `closed` says where each rank has closed its handle."""
 
@@ -45,7 +46,7 @@ class Region:
     plan: layout.Layout | None = None
     shadow: Any = None
     closed: dict[int, str] = field(default_factory=dict)
-    bytes: Array = field(init=False, repr=False)  # a repr that comes late would read memory that is gone
+    bytes: Array = field(init=False, repr=False)  # a late repr would read memory that is freed
 
     def __post_init__(self) -> None:
         self.end = self.base + self.nbytes
@@ -57,7 +58,7 @@ class Region:
         return self.kind in ("arena", "symmetric")
 
     def offsets(self, addresses: Array) -> Array:
-        """The offsets of addresses (uint64) in it, as int64."""
+        """The offsets of addresses (uint64) in the region, as int64."""
         return (addresses - np.uint64(self.base)).astype(np.int64)
 
     def label(self, offset: int) -> str:
@@ -67,7 +68,7 @@ class Region:
         return f"rank {self.rank}'s arena, {_arena_label(self.plan, offset)}"
 
     def acknowledges(self, offset: int) -> bool:
-        """True for the words in which receivers acknowledge slots: only a later message would read the last one."""
+        """True for words in which receivers acknowledge slots. No rank may have read the last acknowledgement."""
         if self.plan is None or not self.plan.queue_states <= offset < self.plan.slots:
             return False
         word = (offset - self.plan.queue_states) % layout.QUEUE_STATE // 8
@@ -78,7 +79,7 @@ class Region:
         return self.plan is not None and offset >= self.plan.slots
 
     def constant(self, lowest: int, highest: int) -> bool:
-        """True for words of a group table that no kernel writes: reads of them are not recorded."""
+        """True if these are words of a group table that no kernel writes. Reads of such words are not recorded."""
         if self.plan is None:
             return False
         return highest < layout.HEADERS and not any(lowest < 8 * w.stop and highest >= 8 * w.start for w in _CHANGING)
@@ -137,7 +138,7 @@ class Place:
 
 
 def present(places: list[Place], itemsize: int, count: int) -> bytes:
-    """The present bytes of an access's elements, in lane order."""
+    """The present bytes of the elements of an access, in lane order."""
     out = np.empty((count, itemsize), np.uint8)
     for place in places:
         lanes = slice(None) if place.lanes is None else place.lanes
@@ -177,8 +178,8 @@ class Memory:
     def split(
         self, addresses: Array, nbytes: int, private: list[Region], rank: int
     ) -> list[tuple[Region, Array | None]] | int:
-        """Each region of accesses to `nbytes` from each address, with the numbers of its accesses (None: all); or the
-        first address in no region, or in one that `rank` has closed."""
+        """The regions of accesses to `nbytes` from each address, each with the numbers of the accesses to it (None:
+        all). If an address is in no region, or in one that `rank` has closed, returns that address."""
         whole = self.region(int(addresses.min()), int(addresses.max()) + nbytes, private, rank)
         if whole is not None:
             return [(whole, None)]
@@ -191,7 +192,7 @@ class Memory:
         return [(region, np.array(numbers)) for region, numbers in by_region.values()]
 
     def places(self, addresses: Array, itemsize: int, private: list[Region], rank: int = -1) -> list[Place] | int:
-        """The places of the elements, one a region; or an address, as `split`."""
+        """The places of the elements, one per region; or an address, as `split`."""
         found = self.split(addresses, itemsize, private, rank)
         if isinstance(found, int):
             return found
@@ -210,7 +211,8 @@ class Memory:
         return control.bytes.view(np.int64)[_ABORT_WORDS].tobytes()
 
     def nearest(self, address: int, private: list[Region], rank: int) -> str:
-        """Names the region that `rank` has closed, or the closest one to an address outside of all."""
+        """Describe a bad address: the region that `rank` has closed, or the region closest to an address outside of
+        all."""
         inside = self.region(address, address + 1, private)
         if inside is not None and rank in inside.closed:
             return closed_by(inside, rank)
@@ -229,6 +231,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address of a tensor's elements, and the one after the last."""
+    """The first address of a tensor's elements, and the address after the last one."""
     count = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + count * tensor.itemsize

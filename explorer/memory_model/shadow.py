@@ -1,8 +1,8 @@
 """Shadow memory: the last accesses to every granule of a region, from which unordered accesses are detected.
 
-All in numpy, a whole tile at a time. A granule is the smallest access seen so far (8 bytes at first). No sampling: an
-access is kept until a later one replaces it, which is ordered after it and clashes with every access that the earlier
-one would clash with: a plain write, or one of the same thread and kind.
+All in numpy, a whole tile at a time. A granule is the smallest access seen so far (8 bytes at first). Nothing is
+sampled. A kept access is replaced only by a later access that is ordered after it and clashes with everything that the
+earlier one would clash with: a plain write, or an access of the same thread and kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SCOPES = {"cta": 1, "gpu": 2, "sys": 3}
 
 @dataclass(slots=True)
 class Clash:
-    """Two accesses to granule `granule` that nothing orders: an earlier record, and whether it was a write."""
+    """An earlier access to granule `granule` that is not ordered with the present one: its record, and if it was a
+    write."""
 
     granule: int
     record: int
@@ -38,7 +39,8 @@ class LastByKind:
     def __init__(self, granules: int, slots: int, written: bool) -> None:
         self._granules, self._slots, self._written = granules, slots, written
         self._bits = np.zeros(granules, np.uint16)  # which kinds a granule has
-        self._tables: dict[int, tuple[int, Array, Array]] = {}  # by kind: its bit, times and records by slot, granule
+        # by kind: its bit in `_bits`, and times and records [slot, granule]
+        self._tables: dict[int, tuple[int, Array, Array]] = {}
 
     def note(self, index: Index, slots: Any, times: Any, records: Any, kind: int) -> None:
         """Note one access, or several of one kind at the granules `index`, with values for each."""
@@ -56,8 +58,8 @@ class LastByKind:
         self._bits[index] = 0
 
     def late(self, index: Index, known: Array, misfits: Callable[[int], Array]) -> Clash | None:
-        """An access that does not happen before the clocks `known` (one for all granules, or one for each), by one of
-        the threads that `misfits` gives for its kind."""
+        """An access that does not happen before the clocks `known` (one for all granules, or one for each), made by one
+        of the threads that `misfits` returns for its kind."""
         for kind, (_, last, noted) in self._present(index):
             mine = misfits(kind)
             if not mine.any():
@@ -106,7 +108,8 @@ class Shadow:
         self.message = np.full(n, -1, np.int32)
         self.taken = np.ones(n, bool)  # a strong write's value has been read by a strong read
         self.cleared = np.zeros(n, bool)  # the last write cleared an LL word
-        self.zeroed = np.zeros((3, n), np.int32)  # of a clearing just below the last write: writer, its time, record
+        # of a clearing that the last write has replaced: writer, its time, record
+        self.zeroed = np.zeros((3, n), np.int32)
         self.taker = np.zeros(n, np.int16)
         self.taking = np.zeros(n, np.int32)  # the first taker's time
         self.reads = LastByKind(n, slots, written=False)
@@ -115,7 +118,7 @@ class Shadow:
     _BY_GRANULE = ("writer", "written", "kind", "record", "message", "taken", "cleared", "zeroed", "taker", "taking")
 
     def index(self, offsets: Array, itemsize: int) -> Index:
-        """The granules of the elements at `offsets`. If the granules are too coarse, they are refined first."""
+        """The granules of the elements at `offsets`. Granules that are too coarse are split first."""
         if itemsize % self.granule or (offsets % self.granule).any():
             self._refine(next(g for g in (4, 2, 1) if itemsize % g == 0 and not (offsets % g).any()))
         first, width = offsets // self.granule, itemsize // self.granule
@@ -146,11 +149,12 @@ class Shadow:
         self.slots = slots
 
     def unordered_write(self, index: Index, known: Array) -> Array:
-        """bool per granule: the last write does not happen before the clock `known`."""
+        """True for each granule whose last write does not happen before the clock `known`."""
         return self.written[index] > known[self.writer[index]]
 
     def unordered_zero(self, index: Index, known: Array) -> Array:
-        """bool per granule: the last write covers a clearing that does not happen before the clock `known`."""
+        """True for each granule whose last write has replaced a clearing that does not happen before the clock
+        `known`."""
         writer, written, _ = self.zeroed[:, index]
         late: Array = written > known[writer]
         return late
@@ -183,7 +187,7 @@ class Shadow:
                 self.displaced.note(of, self.writer[of], self.written[of], self.record[of], other)
 
     def take(self, index: Index, slot: int, time: int) -> None:
-        """A strong read of the present values."""
+        """Note a strong read of the present values."""
         fresh = ~self.taken[index]
         if fresh.any():
             self.taker[index] = np.where(fresh, slot, self.taker[index])

@@ -25,7 +25,7 @@ from tricomm.kernels.launch import (
     triton_shortcuts,
 )
 
-# An environment may be reached through a symbolic link; code then names the files by that link.
+# A virtual environment may be used through a symbolic link. Its code then has file names with that link.
 _HIDDEN = tuple(
     str(path.parent)
     for m in (triton, np, torch, greenlet)
@@ -52,14 +52,14 @@ _hidden: dict[str, bool] = {}
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a kernel: (file, line, function) of the access and of its callers, up to the kernel itself."""
+    """A place in a kernel: (file, line, function) of the access and of each caller up to the kernel itself."""
 
     chain: tuple[tuple[str, int, str], ...]
-    machine: str = ""  # the instruction, of compiled code
+    machine: str = ""  # the PTX instruction; "" for an interpreted kernel
 
     @cached_property
     def where(self) -> str:
-        """file:line in the file of the kernel that was launched: its own line, or its call of a helper elsewhere."""
+        """file:line in the file of the launched kernel: the access itself, or the call of a helper in another file."""
         if not self.chain:
             return "?"
         home = self.chain[-1][0]
@@ -74,12 +74,12 @@ class Site:
 
     @cached_property
     def text(self) -> str:
-        """The whole chain, outermost first."""
+        """The whole chain of calls, outermost first."""
         chain = " > ".join(f"{Path(f).name}:{line} {function}" for f, line, function in reversed(self.chain)) or "?"
         return f"{chain}; {self.machine}" if self.machine else chain
 
     def called_at(self, caller: Site) -> Site:
-        """The same place, which is reported at the line of `caller` if it is in a kernel that is not the user's."""
+        """The same place. If it is in a kernel that is not the user's, it is reported at the line of `caller`."""
         if not caller.chain or not self.chain or is_users(self.chain[-1][0]):
             return self
         return Site(self.chain + caller.chain, self.machine)
@@ -91,7 +91,7 @@ class Site:
 
 
 def is_users(file: str) -> bool:
-    """True for kernels, and for code that belongs neither to tricomm nor to an installed library."""
+    """True for a file of kernels, and for code that belongs neither to tricomm nor to an installed library."""
     kernels = file.startswith(_KERNELS) and not file.startswith(_HIDDEN)
     return kernels or not file.startswith((*_HIDDEN, *_LIBRARIES, _PACKAGE, "<"))
 

@@ -1,1 +1,2 @@
-"""PTX, executed without a GPU: text to instructions, instructions to numpy code, numpy code to threads of a grid."""
+"""Executes PTX without a GPU: parses the text, generates numpy code from it, and runs this code for the threads of a
+grid."""

@@ -1,4 +1,5 @@
-"""The requests of a running warp to its surroundings: memory, order, time, and turns for other warps."""
+"""The interface between a running warp and its surroundings: memory accesses, ordering, time, and turns for other
+warps."""
 
 from __future__ import annotations
 
@@ -15,19 +16,19 @@ Array = NDArray[Any]
 
 @dataclass(slots=True)
 class ThreadAccess:
-    """One memory instruction of one warp (or of a whole block as the unit), before it happens.
+    """One memory instruction of one warp (or of a whole block as the unit) that is about to be performed.
 
     kind        "load", "store", "rmw" (atom), "red" (an rmw without a result) or "cas".
-    op          of an rmw or red: "add", "exch", "min", ...
+    op          the operation of an rmw or red: "add", "exch", "min", ...
     space       "global" or "shared" (generic addresses have been resolved).
-    threads     int64 [n]: the threads that take part, by their number in the block.
-    addresses   uint64 [n]: the first byte of each; in shared memory its offset in the block's.
+    threads     int64 [n]: the numbers in the block of the threads that take part.
+    addresses   uint64 [n]: the first byte of each thread's access; for shared memory its offset in the block's memory.
     width       bytes that one thread accesses at once: `elements` * `itemsize`.
-    elements    of a vector access (.v2, .v4, .v8); 1 for a scalar, `.b128` included.
+    elements    number of elements of a vector access (.v2, .v4, .v8); 1 for a scalar, also for `.b128`.
     sem         None for a weak access, else "volatile", "relaxed", "acquire", "release" or "acq_rel".
     scope       None for a weak access, else "cta", "cluster", "gpu" or "sys".
-    perform     does it for all threads, or for those that a bool [n] selects. For a load, rmw or cas it returns the
-                old values as uint8 [n, width]; a second call reads memory again.
+    perform     performs the access for all threads, or for those that a bool [n] selects. For a load, rmw or cas it
+                returns the old values as uint8 [n, width]. A second call reads memory again.
     supply      for a load: use these values (uint8 [n, width]) instead of the present ones.
     stored      for a store: its values, uint8 [n, width].
     """
@@ -52,7 +53,7 @@ class ThreadAccess:
 
     @property
     def multicast(self) -> bool:
-        """The address stands for several GPUs' memory; this is the access to one of them."""
+        """True if the address stands for memory of several GPUs. This is the access to one of them."""
         return self.instruction.opcode == "multimem"
 
     @property
@@ -65,13 +66,16 @@ class ThreadAccess:
 
 
 class Surroundings(Protocol):
-    """The surroundings of one unit (a warp or a block). Calls follow program order; any may let other units run."""
+    """The surroundings of one unit (a warp or a block). It calls them in program order. Any call may let other units
+    run."""
 
     def access(self, access: ThreadAccess) -> None:
-        """Call `access.perform` or `access.supply` at some time; for an access that reads, before this returns."""
+        """Perform an access, by a call of `access.perform` or `access.supply`: before this returns if it reads,
+        otherwise at any time."""
 
     def fence(self, sem: str, scope: str, threads: Array, instruction: Instruction) -> None:
-        """`fence.sc|acq_rel.scope` or `membar`; `sem` is "sc", "acq_rel", or "alias" for `fence.proxy.alias`."""
+        """Execute `fence.sc|acq_rel.scope` or `membar`. `sem` is "sc", "acq_rel", or "alias" for
+        `fence.proxy.alias`."""
 
     def barrier(self, number: int, threads: Array, instruction: Instruction) -> None:
         """A barrier of the block has opened for these threads of this unit: all expected threads have arrived."""
@@ -80,16 +84,16 @@ class Surroundings(Protocol):
         """These threads have arrived at barrier `number` (also `bar.arrive`, which does not wait)."""
 
     def wait(self, until: Callable[[], bool], instruction: Instruction) -> None:
-        """Let other units run; returns when `until()` is true. Raises if it never will be."""
+        """Let other units run until `until()` is true. Raises if it cannot become true."""
 
     def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
-        """`bar.warp.sync`. Not called for `shfl.sync` and the like, which order no memory."""
+        """Execute `bar.warp.sync`. Not called for `shfl.sync` and the like, which do not order memory."""
 
     def wait_for_launches(self, threads: Array, instruction: Instruction) -> None:
-        """`griddepcontrol.wait`: returns after the end of the launch that this one depends on."""
+        """Execute `griddepcontrol.wait`: return when the launch that this one depends on has ended."""
 
     def launch_dependents(self) -> None:
-        """`griddepcontrol.launch_dependents`: this block does not hold up launches that depend on this one."""
+        """Execute `griddepcontrol.launch_dependents`: dependent launches need not wait for the end of this block."""
 
     def nanotime(self) -> int:
         """`%globaltimer`, in nanoseconds; also the basis of `%clock64`."""

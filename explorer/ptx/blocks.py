@@ -19,8 +19,8 @@ class BarrierState:
     def __init__(self) -> None:
         self.arrived = 0
         self.generation = 0
-        self.count: int | None = None  # of the present round, if given
-        self.values: list[int] = []  # one per contributing thread, 0 or 1
+        self.count: int | None = None  # of the present round, if the instruction gave it
+        self.values: list[int] = []  # 0 or 1, one per contributing thread
         self.results: dict[int, list[int]] = {}
 
     def open(self) -> None:
@@ -33,7 +33,8 @@ class BarrierState:
 
 @dataclass(eq=False)
 class BarrierRequest:
-    """Threads of a unit at a barrier. `kind` is "sync", "red" or "arrive"; `count` None stands for the whole block."""
+    """Threads of a unit at a barrier. `kind` is "sync", "red" or "arrive". A `count` of None stands for the whole
+    block."""
 
     block: BlockState
     kind: str
@@ -61,7 +62,7 @@ class BarrierRequest:
         return self.state.generation != self.generation
 
     def result(self, width: int) -> Array:
-        """The result of a `bar.red`, for each of the unit's `width` lanes."""
+        """The result of `bar.red` for each of the unit's `width` lanes."""
         values = self.state.results.get(self.generation, [0])
         if self.reduction == "popc":
             return np.full(width, sum(values), "u4")
@@ -69,7 +70,8 @@ class BarrierRequest:
 
 
 class BlockState:
-    """`index` and `grid` in blocks (x, y, z), `number` of the block in its grid, `threads` the count of its threads."""
+    """The state of one block. `index` of the block and size of the `grid`, in blocks (x, y, z); `number` of the block
+    in the grid; `threads`, the number of threads."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class BlockState:
             state.open()
 
     def leave(self, threads: int) -> None:
-        """`threads` threads have ended: barriers of the whole block wait for them no longer."""
+        """`threads` threads have ended. Barriers of the whole block no longer wait for them."""
         self.exited += threads
         for state in self.barriers.values():
             if state.arrived and state.count is None:
@@ -107,7 +109,7 @@ class BlockState:
 
 
 def array_region(nbytes: int, name: str) -> AddressRange:
-    """New memory, all zeros, addressed from 0."""
+    """A region of new memory, all zeros, with addresses from 0."""
     memory = np.zeros(nbytes + _SLACK + 16, "u1")
     offset = -memory.ctypes.data % _SLACK
     return AddressRange(memory[offset : offset + nbytes], 0, name)

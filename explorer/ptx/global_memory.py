@@ -1,4 +1,4 @@
-"""Memory that a kernel may access: real memory of this process, by address."""
+"""The memory that a kernel may access: memory of this process, by its real addresses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class BadAddress(InvalidArgument):
 
 
 class AddressRange:
-    """Addresses from `low` to below `high`. `views` has its aligned elements by size, from the address `starts` of that
-    size."""
+    """Addresses from `low` to below `high`. For each element size, `views` has the aligned elements, and `starts` the
+    address of the first one."""
 
     __slots__ = ("high", "low", "name", "starts", "views")
 
@@ -33,7 +33,7 @@ class AddressRange:
 
 
 class GlobalMemory:
-    """Regions that do not overlap. `last` is the most recently used one."""
+    """The regions, which do not overlap. `last` is the most recently used one."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
@@ -42,7 +42,7 @@ class GlobalMemory:
         self.last = _NOTHING
 
     def add(self, base: int, nbytes: int, name: str) -> None:
-        """Let kernels access `nbytes` from `base`, which must stay allocated until `remove`."""
+        """Let kernels access `nbytes` bytes from `base`. The memory must stay allocated until `remove`."""
         if nbytes <= 0:
             return
         if base not in self._regions:
@@ -58,7 +58,7 @@ class GlobalMemory:
             self.last = _NOTHING
 
     def find(self, address: int, nbytes: int = 1) -> AddressRange:
-        """The region of all `nbytes` from `address`; raises `BadAddress`."""
+        """The region that contains all `nbytes` bytes from `address`. Raises `BadAddress`."""
         region = self.last
         if region.low <= address and address + nbytes <= region.high:
             return region
@@ -75,11 +75,12 @@ class GlobalMemory:
         raise BadAddress(f"{nbytes} bytes at {address:#x} are before all memory that the kernel was given")
 
     def add_multicast(self, base: int, nbytes: int, members: Sequence[int]) -> None:
-        """Let `multimem` on an address from `base` access the same offset from all `members`, which are in regions."""
+        """Map `nbytes` multicast addresses from `base`: `multimem` accesses the same offset from each of `members`,
+        which are addresses in regions."""
         self._multicast.append((base, nbytes, tuple(members)))
 
     def members(self, addresses: Array, mask: Array | None) -> list[Array]:
-        """The addresses that multicast ones stand for, one array per member. Raises `BadAddress`."""
+        """The addresses that multicast addresses stand for, one array per member. Raises `BadAddress`."""
         active = addresses if mask is None else addresses[mask]
         first, last = int(active.min()), int(active.max())
         for base, nbytes, members in self._multicast:

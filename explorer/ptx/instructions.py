@@ -13,9 +13,9 @@ WIDTHS = {
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """`kind` is its declared type without the dot: pred, b8, b16, b32, b64, b128, f32, f64, s32, u64, ...
+    """A register. `kind` is its declared type without the dot: pred, b8, b16, b32, b64, b128, f32, f64, s32, u64, ...
 
-    `name` is unique in the kernel: a register of an inner scope `{ .reg .pred p; ... }` gets a number, as `p@3`.
+    `name` is unique in the kernel: a register of an inner scope `{ .reg .pred p; ... }` gets a number, such as `p@3`.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """A literal; `value` may be negative."""
+    """An integer literal. `value` may be negative."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A literal `0f3F800000` or `0d...` by its bits, `width` 32 or 64."""
+    """A literal `0f3F800000` or `0d...`, as its bits. `width` is 32 or 64."""
 
     bits: int
     width: int
@@ -46,7 +46,7 @@ class Float:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """The address of a variable: shared memory, a constant, a global."""
+    """The address of a variable: shared, constant or global."""
 
     name: str
 
@@ -58,7 +58,8 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`[base + offset]`, `offset` in bytes. A base is a register, a variable or parameter, or None for a number."""
+    """The address `[base + offset]`, `offset` in bytes. The base is a register, a variable, a parameter, or None (a
+    number)."""
 
     base: Register | Symbol | None
     offset: int = 0
@@ -66,14 +67,14 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """`{a, b, ...}`; an element that is `_` is None."""
+    """The vector `{a, b, ...}`. An element `_` is None."""
 
     elements: tuple[Operand | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The two destinations of `setp`: `p|q`; also `shfl`'s `d|p`. One that is `_` is None."""
+    """A pair of destinations: `p|q` of `setp`, `d|p` of `shfl`. A destination `_` is None."""
 
     first: Register | None
     second: Register | None
@@ -81,7 +82,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Negated:
-    """`!p` as a source operand."""
+    """The source operand `!p`."""
 
     register: Register
 
@@ -91,7 +92,7 @@ Operand = Register | Special | Integer | Float | Symbol | Label | Address | Vect
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of Python. `function` is None for the kernel itself, whose name the caller knows."""
+    """A line of Python code. `function` is None in the kernel itself, whose name the caller knows."""
 
     file: str
     line: int
@@ -100,12 +101,13 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instruction:
-    """`@!p add.s32 d, a, b;` has the opcode `add`, the modifiers `("s32",)`, and destinations among its first operands.
+    """An instruction. `@!p add.s32 d, a, b;` has the opcode `add` and the modifiers `("s32",)`; its first operand is
+    the destination.
 
     guard       (predicate register, True for `@!`), or None.
     line        in the PTX text, from 1.
-    source      its Python lines: the innermost first, then the calls that it was inlined at.
-    inline      it was written in inline assembly.
+    source      its Python lines: the innermost first, then the lines of the calls that it was inlined at.
+    inline      it is part of inline assembly.
     """
 
     opcode: str
@@ -119,13 +121,14 @@ class Instruction:
 
     @property
     def name(self) -> str:
-        """Opcode and modifiers as they were written."""
+        """Opcode and modifiers, as in the text."""
         return ".".join((self.opcode, *self.modifiers))
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of an entry: `offset` and `size` in bytes in its parameter space; `pointer`: declared `.ptr`."""
+    """A parameter of an entry: `offset` and `size` are bytes in the parameter space. `pointer`: it is declared
+    `.ptr`."""
 
     name: str
     kind: str
@@ -136,7 +139,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable of the module or kernel: `space` is shared, const, global or local; `size` 0: dynamic shared one."""
+    """A variable of the module or kernel. `space` is shared, const, global or local. A `size` of 0 is dynamic shared
+    memory."""
 
     name: str
     space: str
@@ -147,11 +151,11 @@ class Variable:
 
 @dataclass(frozen=True)
 class PtxKernel:
-    """One `.entry`. `labels` gives the index of the instruction that follows a label (`len(instructions)`: the end).
+    """One `.entry`. `labels` has the index of the instruction after each label (`len(instructions)` for the end).
 
     target      "sm_90a"
-    threads     of `.reqntid`, or None
-    most        maximum of threads of a block, of `.maxntid`, or None
+    threads     threads of a block by `.reqntid`, or None
+    most        most threads of a block by `.maxntid`, or None
     registers   every register by its name
     """
 

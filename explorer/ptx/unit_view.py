@@ -1,4 +1,5 @@
-"""The shape of a unit, for which code is generated, and its interface to operations and diverged lanes."""
+"""The shape of a unit, for which code is generated, and the interface that operations and diverged lanes have to a
+unit."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ WARP = 32
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """Units of `lanes` threads; the last warp of a block may have fewer than others, and then has another shape.
+    """The shape of units of `lanes` threads. The last warp of a block may have fewer lanes than others, so another
+    shape.
 
-    warp      the unit is a warp, else the whole block
-    threads   of a block, (x, y, z)
+    warp      True if the unit is a warp, False if it is the whole block
+    threads   threads of a block, (x, y, z)
     """
 
     lanes: int
@@ -31,11 +33,11 @@ class UnitShape:
 
 
 class UnitView(Protocol):
-    """The unit itself is `unit.Unit`, whose docstrings say more.
+    """The interface of a unit. `unit.Unit` implements it, and documents its methods.
 
     watched     whether the surroundings see accesses, by space.
-    constants   memory of `.const` variables; `local_bytes` of local memory a lane.
-    copies      of cp.async, an `operations.async_copies.Copies`.
+    constants   memory of `.const` variables; `local_bytes`: bytes of local memory of a lane.
+    copies      the pending copies of cp.async, an `operations.async_copies.Copies`.
     code        a `generated.kernel_code.KernelCode`.
     deferred    diverged lanes arrive at a barrier without waiting; `opened`: it has opened for them.
     """

@@ -1,1 +1,1 @@
-"""Findings as text, in files and as pictures."""
+"""Findings, and their output as text, files and pictures."""

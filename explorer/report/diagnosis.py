@@ -1,4 +1,4 @@
-"""The text of a finding: the two unordered accesses, the ordering that is missing, and a way to establish it."""
+"""Writes the text of a finding: the two unordered accesses, the ordering that is missing, and a way to establish it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tricomm.explorer.memory_model.clocks import ANY, SEEN, STRICT, THREAD, Join
 from tricomm.explorer.memory_model.shadow import Clash
 from tricomm.explorer.report.findings import REORDERED, Finding, Record
 
-WOULD_ORDER = "would order them"  # of a flag in the advice: it came between the two in time
+WOULD_ORDER = "would order them"  # advice about a flag that was written and read between the two accesses
 TOO_NARROW = f"{WOULD_ORDER} if its scope reached both ranks: say scope='sys' (.sys) at both ends"
 
 
 def race(thread: Thread, clash: Clash, first: Record, second: Record) -> Finding:
-    """`second`, made by `thread`, conflicts with `first`, and `first` does not happen before it."""
+    """A race: `second`, an access of `thread`, conflicts with `first`, which does not happen before it."""
     words = "an atomic or volatile access against a plain one", "atomics"
     return unordered(clash.written, first, second, words, _missing(thread, clash, first, second))
 
@@ -26,9 +26,11 @@ def unordered(
     missing: tuple[str, str],
     threads: tuple[str, str] = ("", ""),
 ) -> Finding:
-    """Two conflicting accesses; `wrote`: the first one is a write. `missing` is the kind of the finding and the advice.
+    """Two conflicting, unordered accesses. `wrote`: the first one is a write. `missing` is the kind of the finding and
+    the advice.
 
-    `words`: the terms for "a strong access and a weak one", "strong accesses"; `threads`: both as in `uninitialised`.
+    `words`: the terms to use for "a strong access and a weak one" and for "strong accesses". `threads`: the words for
+    both threads, as in `uninitialised`.
     """
     kind, advice = missing
     name = "write-after-write" if wrote and second.kind != "load" else "read-after-write"
@@ -60,7 +62,7 @@ def _missing(thread: Thread, clash: Clash, first: Record, second: Record) -> tup
 
 
 def flag_of(stored: tuple[str, str | None, str | None], read: tuple[str, str | None, str | None]) -> str:
-    """Names a flag by line, semantics and scope of its store and of its load."""
+    """The name of a flag: line, semantics and scope of its store and of its load."""
     (at, sem, scope), (where, read_sem, read_scope) = stored, read
     return f"the flag stored at {at} ({sem}, .{scope}) and read at {where} ({read_sem}, .{read_scope})"
 
@@ -96,7 +98,7 @@ def _wider(first: Record, second: Record) -> str:
 
 
 def flag_needed(written: bool, first: Record, second: Record) -> str:
-    """Advice for an access that is not ordered after the `first` one, which has `written`, or read."""
+    """Advice for an access `second` that is not ordered after `first`. `written`: the first access is a write."""
     a, b = f"rank {first.rank}", f"rank {second.rank}"
     if first.rank == second.rank:
         a, b = f"{a}, block {first.block},", f"{b}, block {second.block},"
@@ -129,14 +131,14 @@ def ll_overwritten(first: Record, second: Record, never: bool) -> Finding:
 
 
 def zero_may_come_late(first: Record, second: Record) -> Finding:
-    """An LL word is written over a zero that may not have reached memory yet."""
+    """A finding: an LL word is written over a zero that may not have reached memory yet."""
     text = f"the zero of a clearing may still land on an LL word, {second.place}: {_said(first)}; then {_said(second)}"
     advice = "release the header that follows a clearing, and acquire it before the word is written"
     return _finding("race", (first, second), text, advice)
 
 
 def zero_may_be_missed(first: Record, second: Record) -> Finding:
-    """An LL word of a message is read where a clearing may not have arrived yet for this reader."""
+    """A finding: an LL word of a message is read at a place whose clearing this reader may not see yet."""
     text = (
         f"the old content of a cleared LL word may still be read, {second.place}: {_said(first)}; then {_said(second)}"
     )
@@ -145,7 +147,8 @@ def zero_may_be_missed(first: Record, second: Record) -> Finding:
 
 
 def uninitialised(record: Record, thread: str = "") -> Finding:
-    """`thread` names the thread, if the machine tells threads apart: ", thread 5"."""
+    """A finding: a read of memory that was never written. `thread` is the words for its thread, such as ", thread 5",
+    or empty if threads are not told apart."""
     text = f"{_said(record, thread)} from {record.place}, which was never written"
     advice = "write it first, or wait for the rank that does; if the zeros of new memory are meant, store them"
     return _finding("uninitialised", (record,), text, advice)

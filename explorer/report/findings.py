@@ -1,4 +1,4 @@
-"""Findings, the accesses that they are about, and the executions that show them."""
+"""Findings, the accesses of findings, and the executions that show them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _LIMIT = 1 << 63
 
 
 def checked(value: Any, kind: type, among: Container[Any] | None = None) -> Any:
-    """`value` of a stored report if it is of this `kind`: a number from 0 that fits 63 bits, a text without NUL; and
-    `among` the possible ones. Raises `ValueError` otherwise."""
+    """Returns `value` of a stored report if its type is `kind` (a number must be from 0 and fit 63 bits, a text must
+    have no NUL) and it is one of `among`. Raises `ValueError` otherwise."""
     fits = type(value) is kind and (among is None or value in among)
     fits = fits and (kind is not int or 0 <= value < _LIMIT) and (kind is not str or "\0" not in value)
     if not fits:
@@ -46,7 +46,7 @@ def checked(value: Any, kind: type, among: Container[Any] | None = None) -> Any:
 
 @dataclass(slots=True)
 class Record:
-    """One access that was made. `owner` is the rank whose memory it went to; `block` is -1 for host code."""
+    """One access. `owner` is the rank whose memory was accessed; `block` is -1 for host code."""
 
     step: int
     rank: int
@@ -67,7 +67,7 @@ class Record:
 
     @property
     def what(self) -> str:
-        """For people: "release store at .sys", "load"."""
+        """A description for people, such as "release store at .sys" or "load"."""
         order = f"{self.sem} " if self.sem is not None else ""
         scope = f" at .{self.scope}" if self.scope is not None else ""
         return f"{order}{self.kind}{scope}"
@@ -78,7 +78,7 @@ class Record:
 
 
 def _check_event(event: dict[str, Any]) -> None:
-    """Raises `ValueError` or `KeyError` unless it is a `Record` as JSON."""
+    """Raises `ValueError` or `KeyError` if `event` is not a `Record` as JSON."""
     for name in ("step", "rank", "block", "launch", "count", "itemsize", "owner"):
         checked(event[name] if event[name] != -1 else 0, int)  # -1: host code, or memory of no rank
     for name in ("kind", "place", "where", "chain"):
@@ -89,10 +89,10 @@ def _check_event(event: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Execution:
-    """All inputs of one execution besides the function: enough to repeat it exactly.
+    """All inputs of one execution besides the function. With these it can be repeated exactly.
 
-    `choices` are the switches, (step, task); at other steps the last task continues. `patience` is the number of rounds
-    of a loop without new values after which a block is parked.
+    `choices` are the switches, (step, task). At all other steps the last task continues. `patience` is the number of
+    rounds of a loop without new values after which a block is parked.
     """
 
     seed: int = 0
@@ -105,14 +105,14 @@ class Execution:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong that at least one schedule showed.
+    """A problem that at least one schedule showed.
 
     kind      one of KINDS.
     ranks     the ranks that are involved, in the order of `where`.
-    where     file:line of each, in the file of the kernel (or of the function, for host code).
-    text      the event, with blocks, addresses and values.
+    where     file:line of each rank's access, in the file of the kernel (or of the function, for host code).
+    text      what happened, with blocks, addresses and values.
     advice    the ordering that is missing, and a way to establish it.
-    effect    of a race: REAL, REORDERED, FORMAL or CACHED; "" if none is known.
+    effect    of a race: REAL, REORDERED, FORMAL or CACHED; "" if unknown.
     seed      of the schedule that showed it.
     schedule  its number in the campaign.
     """
@@ -131,7 +131,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, frozenset[str]]:
-        """The same for two findings about the same lines."""
+        """A key that is the same for two findings about the same lines."""
         return self.kind, frozenset(self.where)
 
     def found_in(self, execution: Execution, schedule: int, events: tuple[dict[str, Any], ...]) -> Finding:
@@ -142,7 +142,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:
-        """Read a finding from `as_json`. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+        """Read a finding that `as_json` made. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
         given = values["execution"]
         choices = tuple((checked(step, int), checked(task, str)) for step, task in given["choices"])
         fault = None
@@ -192,8 +192,8 @@ class Outcome:
 @dataclass
 class Subject:
     """The function to execute: `fn(comm)` for `world_size` ranks under `options`, or `fn()` of a `program`, which uses
-    torch's process groups and symmetric memory. `residency`: blocks at once; `compiled`: the architecture whose
-    compiled kernels run, None for Triton's interpreter; `ends`: when its executions have to end, by the monotonic
+    torch's process groups and symmetric memory. `residency`: resident blocks of a launch; `compiled`: the architecture
+    whose compiled kernels run, None for Triton's interpreter; `ends`: when its executions have to end, by the monotonic
     clock."""
 
     fn: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Reports of campaigns that ended by their budget, in the user's cache folder, for a later run to continue."""
+"""Keeps the reports of campaigns that their budget ended, in the user's cache folder. A later run can continue them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _QUOTED = re.compile(rb"""["'](\w+)["']""")
 
 
 class Kept:
-    """The report of a campaign. `identity`: the function of `file`, its arguments and options. It is void after a
-    change of a source that was loaded: of tricomm, of the package of `file`, or outside of the installed packages; and
-    after a change of an environment variable whose name is in quotation marks in one of them.
-    `warn` is told, once, of a file that cannot be read or written."""
+    """The kept report of a campaign. `identity`: the function of `file`, its arguments and options. The report is void
+    after a change of a loaded source (of tricomm, of the package of `file`, or outside of the installed packages), or
+    of an environment variable whose name is in quotation marks in such a source. `warn` is called once if a file cannot
+    be read or written."""
 
     def __init__(self, identity: dict[str, Any], file: str | None, warn: Callable[[str], None]) -> None:
         versions = [platform.python_version(), torch.__version__, triton.__version__, np.__version__]
@@ -42,7 +42,7 @@ class Kept:
         self._sources = self._loaded()  # now: the user may change a file while the schedules run
 
     def report(self) -> Report | None:
-        """None if there is none."""
+        """The kept report; None if there is none."""
         try:
             if not self._path.exists():
                 return None
@@ -66,19 +66,19 @@ class Kept:
             self._tell(f"the next run begins anew, because this one cannot be kept: {error}")
 
     def _loaded(self) -> dict[str, str | None]:
-        """The digests of the sources."""
+        """The digests of all loaded sources."""
         loaded = {n: f for n, m in list(sys.modules.items()) if isinstance(f := getattr(m, "__file__", None), str)}
         packages = {"tricomm", *(name.partition(".")[0] for name, file in loaded.items() if file == self._file)}
         return {f: digest(f) for n, f in loaded.items() if n.partition(".")[0] in packages or is_users(f)}
 
     def _environment(self, sources: Iterable[str]) -> str:
-        """A digest, because values may be secret, of the variables that the sources name."""
+        """A digest of the values of the variables that the sources name. Not the values, which may be secret."""
         named: set[bytes] = set()
         for file in sources:
             try:
                 named.update(_QUOTED.findall(Path(file).read_bytes()))
             except OSError:
-                continue  # it has no digest either
+                continue  # a file that cannot be read has no digest
         read = {name: value for name, value in self._variables.items() if os.fsencode(name) in named}
         return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""The outcome of a campaign, in memory and in a file."""
+"""The report of a campaign, in memory and in a file."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Report:
 
     ok        True if no schedule showed a finding
     findings  in the order in which they were found
-    ran       schedules that were run, `earlier` of them in earlier calls; `complete`: all requested ones were
-    steps     accesses to symmetric memory, over all of them; `seconds` they took
+    ran       schedules that were run, `earlier` of them in earlier calls; `complete`: all requested ones were run
+    steps     accesses to symmetric memory in all schedules; `seconds` that they took
     ended     where the budget ended, if it did
     subject   what was checked, for `tricomm check --replay`
     compiled  the architecture whose compiled kernels were run; None for Triton's interpreter
@@ -98,7 +98,7 @@ class Report:
         return not self.findings
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, or as SARIF if that is the suffix."""
+        """Write the report as JSON, or as SARIF if this is the suffix."""
         save([self], path)
 
     def as_json(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Report:
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
-        """Read what `save` wrote; raises `InvalidArgument` for a file that is something else."""
+        """Read a report that `save` wrote. Raises `InvalidArgument` for any other file."""
         try:
             values = json.loads(Path(path).read_text())
             if values["schema"] != SCHEMA or values["tool"] != "tricomm check":
@@ -159,8 +159,8 @@ class Report:
 
 
 def save(reports: Sequence[Report], path: str | Path) -> None:
-    """Write the findings of all `reports` as SARIF if that is the suffix; else the first report that has some as JSON,
-    for `--replay`."""
+    """Write the findings of all `reports` if the suffix is SARIF's. Otherwise write the first report with findings as
+    JSON, for `--replay`."""
     if Path(path).suffix.lower() == ".sarif":
         values = sarif.log((finding, report.subject.get("file")) for report in reports for finding in report.findings)
     else:
@@ -178,7 +178,7 @@ def nothing_examined(report: Report) -> str:
 
 
 def options_of(values: dict[str, Any]) -> Options:
-    """The options that `asdict` gave these values of."""
+    """The options of which `asdict` returned these values."""
     return Options(**{**values, "_tuning": Tuning(**values.get("_tuning", {}))})
 
 

@@ -1,4 +1,5 @@
-"""The state in which launches must leave a group's memory: words that are 0 again, and the same epoch on all ranks."""
+"""Checks the state in which launches leave a group's memory: some words must be 0 again, and all ranks must have the
+same epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tricomm.kernels import layout
 
 
 def free_shadows(regions: Iterable[Region]) -> None:
-    """Free the large tables now: the objects of an execution form cycles, and garbage collection may come late."""
+    """Free the large tables now, because the objects of an execution form cycles, which may be collected late."""
     for region in regions:
         region.shadow = None
 
@@ -23,13 +24,13 @@ def free_shadows(regions: Iterable[Region]) -> None:
 def left_over(
     regions: Iterable[Region], unread: Callable[[Any], Array], record: Callable[[int], Record]
 ) -> Iterator[Finding]:
-    """The first flag of each shared region that no rank has read, of those that `unread(shadow)` gives by piece."""
+    """For each shared region, the first flag that no rank has read. `unread(shadow)` returns candidates by piece."""
     for region in filter(lambda r: r.shared and not r.closed, regions):
         for piece in np.flatnonzero(unread(region.shadow)).tolist():
             start, store = piece * region.shadow.granule, record(region.shadow.record[piece])
             if allowed.may_stay_unread(store.site) or region.acknowledges(start) or store.rank == region.rank:
                 continue
-            # A word that is 0, the initial value, is at rest: a released lock, a cleared signal.
+            # A word that is 0, the initial value, is at rest, such as a released lock or a cleared signal.
             if region.bytes[start : start + region.shadow.granule].any():
                 yield diagnosis.leftover(store, region.label(start))
                 break

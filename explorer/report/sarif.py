@@ -16,9 +16,9 @@ _ROOT = "SRCROOT"
 
 
 def log(findings: Iterable[tuple[Finding, str | None]]) -> dict[str, Any]:
-    """One run of the tool with its findings, each with the file of the function that was checked.
+    """A SARIF log: one run of the tool, with its findings. Each finding has the file of the checked function.
 
-    Addresses of files are relative to the repository of the current folder, if they are in it.
+    File paths are relative to the repository of the current folder, if they are in it.
     """
     root = next((f for f in (Path.cwd(), *Path.cwd().parents) if (f / ".git").exists()), Path.cwd())
     rules = [
@@ -35,8 +35,8 @@ def log(findings: Iterable[tuple[Finding, str | None]]) -> dict[str, Any]:
 
 
 def _result(finding: Finding, file: str | None, root: Path) -> dict[str, Any]:
-    """A finding at its last line, which completes it, or at the top of `file` if it has none. All lines are related
-    locations, with their ranks and call chains."""
+    """A finding, at its last line, or at the top of `file` if it has no line. All its lines are related locations, with
+    ranks and call chains."""
     accesses = zip_longest(finding.where, finding.ranks[: len(finding.where)], finding.accesses)
     related = [
         {**place, "id": number, "message": {"text": f"rank {rank}: {(access or {}).get('chain') or where}"}}
@@ -56,7 +56,7 @@ def _result(finding: Finding, file: str | None, root: Path) -> dict[str, Any]:
 
 
 def _place(where: str, root: Path) -> dict[str, Any] | None:
-    """The location of "file:line"; None if that is unknown."""
+    """The location of "file:line"; None if it is unknown."""
     name, _, line = where.rpartition(":")
     if not name or name.startswith(("<", "--")) or not line.isdecimal() or int(line) < 1:
         return None

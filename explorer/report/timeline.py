@@ -1,6 +1,6 @@
-"""A finding as a picture: time runs to the right, a lane per block, a mark per access, the finding's own in red.
+"""Draws a finding: time runs to the right, with a lane per block and a mark per access. The finding's accesses are red.
 
-One self-contained file, .html or .svg: no script, no font, nothing from a network.
+The output is one self-contained file, .html or .svg, without scripts, fonts or anything from a network.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from tricomm.errors import InvalidArgument
 from tricomm.explorer.report.findings import Finding
 from tricomm.explorer.report.report import Report
 
-WINDOW = 150  # events drawn, about
+WINDOW = 150  # events to draw, about
 LEGEND = (
     "Circle: load. Square: store. Diamond: flag (filled: release, outline: acquire, dashed: relaxed). "
     "Grey line: a release and the acquire that read it. Red: what the finding is about. Point at a mark for its line."
 )
 _LEFT, _TOP, _STEP, _ROW, _GAP = 130, 62, 14, 26, 12
-_TICK = 10  # columns between two numbers on the axis
+_TICK = 10  # columns between two numbers of the axis
 _CUT = 2  # columns left blank where events are not drawn
 
 STYLE = """
@@ -52,7 +52,7 @@ body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var
 
 
 def check_path(path: str | Path) -> str:
-    """The suffix, which is the format; raises `InvalidArgument` for an unknown one."""
+    """The suffix of a path, which is the format. Raises `InvalidArgument` for an unknown one."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".html", ".htm", ".svg"):
         raise InvalidArgument(f"{path}: a timeline is written as .html or as .svg")
@@ -60,7 +60,7 @@ def check_path(path: str | Path) -> str:
 
 
 def write(report: Report, path: str | Path, number: int = 0) -> None:
-    """Write finding `number` of `report` to `path`; the suffix .html or .svg is the format."""
+    """Write finding `number` of `report` to `path`. The suffix, .html or .svg, is the format."""
     suffix = check_path(path)
     text = render(report, number) if suffix != ".svg" else svg(_finding(report, number), alone=True)
     Path(path).write_text(text, encoding="utf-8")
@@ -120,7 +120,7 @@ def svg(finding: Finding, alone: bool = False) -> str:
 
 
 def _marked(finding: Finding) -> list[int]:
-    """The events that the finding is about: the last ones that match its accesses."""
+    """The events of the finding: the last ones that match its accesses."""
     lines = []
     for access in finding.accesses:
         same = ("rank", "block", "where", *(("step", "kind") if "step" in access else ()))
@@ -130,7 +130,7 @@ def _marked(finding: Finding) -> list[int]:
 
 
 def _shown(count: int, marked: list[int]) -> list[int]:
-    """The events to draw: a window with all the marked ones in it, or one around each if they are far apart."""
+    """The events to draw: one window around all marked events, or one around each if they are far apart."""
     low, high = (min(marked), max(marked)) if marked else (count - 1, count - 1)
     margin = WINDOW // 4
     if high - low + 1 + 2 * margin <= WINDOW:
@@ -141,7 +141,7 @@ def _shown(count: int, marked: list[int]) -> list[int]:
 
 
 def _columns(shown: list[int]) -> tuple[dict[int, int], list[int]]:
-    """The place of every event along the axis, and the places at which some are left out."""
+    """The position of each event along the axis, and the positions at which events are left out."""
     x: dict[int, int] = {}
     cuts = []
     at = _LEFT
@@ -181,7 +181,7 @@ def _lanes(y: dict[tuple[int, int], int], width: int) -> Iterable[str]:
 def _orders(
     events: list[tuple[int, dict[str, Any]]], x: dict[int, int], y: dict[tuple[int, int], int]
 ) -> Iterable[str]:
-    """Lines from the last release of a place to each acquire of it by another block."""
+    """Lines from the last release store to a location to each acquire load of it by another block."""
     released: dict[str, tuple[int, tuple[int, int]]] = {}
     for n, e in events:
         lane = (e["rank"], e["block"])

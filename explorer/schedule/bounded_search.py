@@ -1,10 +1,10 @@
-"""Every schedule with at most a given number of preemptions, except those equivalent to another one.
+"""Runs every schedule with at most a given number of preemptions, except schedules that are equivalent to another one.
 
 After CHESS (Musuvathi and Qadeer, PLDI'07) and bounded partial-order reduction (Coons, Musuvathi and McKinley,
 OOPSLA'13). Two arguments keep the number small. Both require that every execution is also checked for races.
 
 1. A block is preempted only before a strong access to memory that another block also accesses. A switch before a plain
-access shows nothing that a switch before the next strong one does not.
+access shows no more than a switch before the next strong one.
 
 2. A preemption before access `a` is left out if the block runs again before any other block has accessed the memory of
 `a`. A schedule that performs `a` first and preempts the block before its next strong access (or not at all, if it
@@ -31,7 +31,7 @@ _IDLE = b"a repeated read"
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """An access of an execution: its task, words and source line, and the value that it has read."""
+    """An access: its task, words and source line, and the value that it has read."""
 
     task: str
     words: frozenset[tuple[str, int]]
@@ -49,20 +49,20 @@ def _idle(read: Touch) -> Touch:
 
 @dataclass(slots=True)
 class _Fork:
-    """A decision: the ready tasks, the one taken, the number of accesses and of preemptions before it."""
+    """A decision: the ready tasks, the task taken, and the numbers of accesses and of preemptions before it."""
 
     ready: list[str]
     taken: int
     preempts: bool
     spent: int
     at: int
-    # Block -> its accesses until only the preempted block could run; None if another block ran in between.
+    # For each block, its accesses until only the preempted block could run; None if another block ran in between.
     turns: dict[str, list[Touch] | None] = field(default_factory=dict)
-    idle: bool = False  # the running block would only have polled and been parked
+    idle: bool = False  # the running block would only have polled until it was parked
 
 
 class BoundedSearch:
-    """Every schedule with at most `preemptions` preemptions, itself or an equivalent one.
+    """A strategy that runs every schedule with at most `preemptions` preemptions, or an equivalent one.
 
     If the running block cannot continue, every ready block is tried. That switch is not a preemption.
 
@@ -79,21 +79,21 @@ class BoundedSearch:
         self._path: list[_Fork] = []
         self._at = 0
         self._trace: list[Touch | None] = []
-        self._parked: list[int] = []  # places in the trace
+        self._parked: list[int] = []  # indices in the trace
         self._over = False
 
     def begin(self) -> bool:
-        """False if every schedule has been run."""
+        """Begin a schedule; False if every schedule has been run."""
         self._at = 0
         self._trace, self._parked = [], []
         return not self._over
 
     def saw(self, touch: Touch | None) -> None:
-        """Note an access that was made. None stands for host code, across which no access may be moved."""
+        """Note an access. None stands for host code, across which no access may be moved."""
         self._trace.append(touch)
 
     def parked(self, task: str) -> None:
-        """The last access was a read without a new value, and its block is parked now."""
+        """Note that the last access was a read without a new value, after which its block is parked."""
         self._parked.append(len(self._trace) - 1)
 
     def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
@@ -116,7 +116,7 @@ class BoundedSearch:
         return order[fork.taken]
 
     def end(self) -> None:
-        """After an execution: choose the next schedule, by changing the last decision that has an untried block."""
+        """End a schedule, and choose the next one: change the last decision that has an untried block."""
         del self._path[self._at :]
         self._set_idle()
         self._note_turns()
@@ -144,8 +144,8 @@ class BoundedSearch:
         )
 
     def _set_idle(self) -> None:
-        """Mark the repeated reads of a polling loop over one word as idle. The first read of a value is not among them,
-        because the block may use the value."""
+        """Mark the repeated reads of a polling loop over one word as idle, except the first read of a value, which the
+        block may use."""
         for place in self._parked:
             last = self._trace[place]
             assert last is not None
@@ -161,7 +161,7 @@ class BoundedSearch:
                 self._trace[n] = _idle(last)
 
     def _note_turns(self) -> None:
-        """Note the accesses of the blocks that this execution has scheduled for the first time at a decision."""
+        """Note the accesses of each block that this execution has scheduled at a decision for the first time."""
         for fork in self._path:
             if fork.preempts and not fork.taken and fork.at < len(self._trace):
                 touch = self._trace[fork.at]
@@ -175,7 +175,8 @@ class BoundedSearch:
                 fork.turns[block] = [t for t in turn if t is not None] if alone and forced else None
 
     def _inherit_turns(self, fork: _Fork) -> None:
-        """A decision is exhausted. An earlier one of the same block need not try blocks that would behave the same."""
+        """The decision `fork` is exhausted. Pass its results on to an earlier decision of the same block, which then
+        need not try blocks that would behave in the same way."""
         earlier = self._path[-1] if self._path else None
         if earlier is None or not (fork.preempts and earlier.preempts) or earlier.taken:
             return
@@ -203,7 +204,7 @@ class BoundedSearch:
         return False
 
     def _back(self, fork: _Fork) -> int | None:
-        """The index in the trace at which the block that `fork` preempted runs again."""
+        """The index in the trace at which the block runs again that `fork` preempted."""
         places = range(fork.at, len(self._trace))
         return next((n for n in places if (touch := self._trace[n]) and touch.task == fork.ready[0]), None)
 

@@ -1,4 +1,5 @@
-"""The memory that more than one block has accessed. The order of accesses to other memory makes no difference."""
+"""Tracks the memory that more than one block has accessed. The order of accesses to other memory makes no
+difference."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _UNTOUCHED, _MANY = -1, -2
 
 
 class Contention:
-    """Kept over the executions of a campaign. `grew` is True if an execution has shown new shared memory."""
+    """The contested memory of a campaign's executions. `grew` is True if an execution has shown more of it."""
 
     def __init__(self, preemptions: int) -> None:
         self.grew = False
@@ -22,7 +23,8 @@ class Contention:
         self._touched: dict[str, Array] = {}
 
     def contested(self, task: Task, places: list[Place], itemsize: int = 8) -> bool:
-        """Note an access. True if another block has accessed the same words, in this execution or an earlier one."""
+        """Note an access that will be made. True if another block has accessed the same words, in this execution or an
+        earlier one."""
         me, contested = self._numbers.setdefault(task.key, len(self._numbers)), False
         for place in places:
             known = self._touched.get(place.region.name)
@@ -37,20 +39,21 @@ class Contention:
         return contested
 
     def begin(self) -> bool:
-        """Start the next execution; False if there is none. The search starts again if an execution has shown more."""
-        if self.grew:  # the search has missed decisions
+        """Begin the next execution; False if there is none. The search starts over if an execution has shown more
+        contested memory."""
+        if self.grew:  # so the search has left out decisions
             self.search, self.grew = BoundedSearch(self._preemptions), False
         return self.search.begin()
 
     def done(
         self, task: Task, places: list[Place], writes: bool, line: object, value: bytes, itemsize: int = 8
     ) -> None:
-        """An access has been done."""
+        """Note an access that has been made."""
         words = frozenset((p.region.name, w) for p in places for w in np.unique(_words(p, itemsize)).tolist())
         self.search.saw(Touch(task.key, words, writes, line, value))
 
     def host(self) -> None:
-        """Host code has touched shared memory."""
+        """Note that host code has accessed shared memory."""
         self.search.saw(None)
 
     def parked(self, task: Task) -> None:
@@ -58,6 +61,6 @@ class Contention:
 
 
 def _words(place: Place, itemsize: int) -> Array:
-    """Indices of the 8-byte words of a region that elements touch: two for an element of 16 bytes."""
+    """Indices of the 8-byte words that elements touch in their region. An element of 16 bytes has two."""
     first: Array = place.offsets // 8
     return first if itemsize <= 8 else np.concatenate([first, first + 1])

@@ -1,4 +1,4 @@
-"""The report of a deadlock: the tasks that wait, and the memory that each of them polls."""
+"""Reports a deadlock: the tasks that wait, and the memory that each of them polls."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tricomm.explorer.schedule.tasks import Poll, State, Task
 def deadlock(
     blocks: Sequence[Task], hosts: Sequence[Task], memory: Memory, left: Mapping[int, Site], why: str
 ) -> Finding:
-    """A finding that names every waiting task: rank, block, address, expected value and actual value; and the ranks
-    that have `left`, with the lines that closed the communicator.
+    """A finding with every waiting task (rank, block, address, expected value and actual value), and with the ranks
+    that have `left`, by the lines that closed the communicator.
 
     Warps of one block that wait for the same word, or at the same barrier, are one waiter.
     """
@@ -45,7 +45,7 @@ def deadlock(
 
 
 def _together(entries: Sequence[tuple[Task, Site, str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A waiter for each site, predicate and block."""
+    """Merge entries of the same site, predicate and block into one waiter."""
     groups: dict[Any, list[tuple[Task, Site, str, dict[str, Any]]]] = {}
     for entry in entries:
         task, site, predicate, _ = entry
@@ -86,12 +86,14 @@ def _not_started(task: Task) -> tuple[Site, str, dict[str, Any]]:
 
 
 def _waits_for_launch(host: Task, busy: set[int]) -> bool:
-    """True during a launch, and after the end of a function whose kernels have not ended."""
+    """True if host code waits for a launch: within a launch, or after the end of a function whose kernels have not
+    ended."""
     return host.launch is not None or (host.host_site == NOWHERE and host.rank in busy)
 
 
 def _host(host: Task, busy: bool) -> dict[str, Any]:
-    """The entry of host code. With a block that waits (`busy`) it may wait for this block, else for another rank."""
+    """The entry of host code. If a block of its rank waits (`busy`), it may wait for this block, else for another
+    rank."""
     why = "" if busy else " for the other ranks"
     return _entry(host, host.host_site, f"rank {host.rank}'s host code waits{why} at {host.host_site.where}")
 
@@ -101,13 +103,13 @@ def _entry(task: Task, site: Site, text: str, **more: Any) -> dict[str, Any]:
 
 
 def _unmet(task: Task) -> Poll | None:
-    """The poll of its loop whose comparison has failed; else the last one. Waits before that loop are over."""
+    """The poll, within the task's present loop, whose comparison has failed; else the last poll."""
     polls = task.loop() or list(task.polls.values())
     return next((p for p in polls if p.late().any()), polls[-1] if polls else task.last_poll)
 
 
 def _values(poll: Poll) -> tuple[int, int, int | None, str]:
-    """(address, actual, expected, relation) of the first element that is late."""
+    """(address, actual, expected, relation) of the first element whose awaited value has not arrived."""
     addresses, late, lanes = poll.access.addresses, poll.late(), poll.access.lanes
     if late.any() and poll.actual is not None and poll.expected is not None:
         at = int(np.flatnonzero(late)[0])

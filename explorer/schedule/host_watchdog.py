@@ -11,8 +11,8 @@ from types import FrameType
 from typing import Any
 
 _SIGNAL = signal.SIGRTMAX if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-_GRACE = 0.25  # seconds for an execution to reach its next step, where it ends
-_AGAIN = 1.0  # between two signals, if code swallows the first
+_GRACE = 0.25  # seconds in which an execution reaches its next step and ends there
+_AGAIN = 1.0  # seconds between two signals, if code swallows the first
 
 
 class Blocked(BaseException):
@@ -20,14 +20,15 @@ class Blocked(BaseException):
 
 
 class OutOfTime(Blocked):
-    """The time for all executions is over."""
+    """The time budget of all executions is over."""
 
 
 class Watchdog:
-    """While open, raises `Blocked` in the main thread if `progress()` has not changed for `seconds`, and `OutOfTime`
-    soon after `ends`, a time of the monotonic clock.
+    """A context manager that raises in the main thread: `Blocked` if `progress()` has not changed for `seconds`, and
+    `OutOfTime` soon after `ends`, a time of the monotonic clock.
 
-    A signal also interrupts sleeps and waits for locks. In another thread there are no signals, and no watchdog.
+    It raises by a signal, which also interrupts sleeps and waits for locks. Other threads get no signals, so they have
+    no watchdog.
     """
 
     def __init__(self, progress: Callable[[], Any], seconds: float, ends: float = math.inf) -> None:
@@ -35,7 +36,7 @@ class Watchdog:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._before: dict[int, Any] = {}
-        self.interrupted = False  # by SIGINT; the user's code may have caught the exception
+        self.interrupted = False  # by SIGINT, even if the user's code has caught the exception
         self._thread = threading.Thread(target=self._watch, name="tricomm-watchdog", daemon=True)
         self._usable = threading.current_thread() is threading.main_thread()
 
@@ -49,7 +50,7 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._usable:
-            with self._lock:  # from here on no signal is sent
+            with self._lock:  # after this, no signal is sent
                 self._over.set()
             self._thread.join()
             for number, handler in self._before.items():
@@ -66,7 +67,7 @@ class Watchdog:
             raise OutOfTime if time.monotonic() >= self._ends else Blocked
 
     def out_of_time(self) -> bool:
-        """True after `ends`. Then no signal is sent any more: the caller ends the execution itself."""
+        """True after `ends`. From then on no signal is sent, because the caller ends the execution itself."""
         if time.monotonic() < self._ends:
             return False
         self._over.set()

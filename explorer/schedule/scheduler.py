@@ -1,7 +1,8 @@
-"""Runs the tasks of all ranks, one step at a time, as a strategy says. A step is an access to shared memory.
+"""Runs the tasks of all ranks, one step at a time, in the order that a strategy chooses. A step is an access to shared
+memory.
 
-Host code runs first, whenever it can, because it changes memory that kernels poll only through launches. So the choice
-is always among blocks, of all ranks.
+Host code runs first whenever it can, because it changes memory that kernels poll only through launches. So the choice
+is always among blocks of all ranks.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from tricomm.kernels.launch import interpreter, triton_adapter
 from tricomm.kernels.launch.interpreter import Program
 from tricomm.kernels.launch.memory_access import Director
 
-_RETRIES = 8  # of a loop with a strong load, which is a wait
-_WEAK_STEPS = 8000  # without progress for which a loop of weak loads, which may end, is retried
+_RETRIES = 8  # retries of a loop with a strong load, which is a wait
+_WEAK_STEPS = 8000  # steps without progress for which a loop of weak loads is retried, because it may end
 _PARKED_STEPS, _ALONE_STEPS = 1000, 5000
 
 
 class Ended(Exception):
-    """The execution ends before its tasks do: a finding, or no step left."""
+    """The execution ends before its tasks do, because of a finding, or because no step is left."""
 
 
 class Scheduler:
-    """`residency` is the number of blocks of a launch that can be resident on a rank's device; None: all of them."""
+    """Schedules all tasks. `residency` is the number of a launch's blocks that can be resident on a rank's device;
+    None: all."""
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class Scheduler:
         host_context: Callable[[int], AbstractContextManager[Any]] = lambda rank: nullcontext(),
     ) -> None:
         self.step = 0
-        self.turns = 0  # grows with every switch and every access: the watchdog reads it
+        self.turns = 0  # grows with every switch and every access, for the watchdog
         self._progress = 0, 0  # `progress` at the last retry, and the step of its last change
         self.progress = 0  # grows when memory or the host's shared state changes, a launch begins or a task ends
         self.choices = Choices()
@@ -63,8 +65,8 @@ class Scheduler:
         self._timeout, self._host_context = interpreter_timeout, host_context
         self._engaged, self._launches, self._since = False, 0, 0
         self._gave_way: set[int] = set()
-        self._ran: set[Task] = set()  # have run since step `_since` while others could
-        self._rest: set[Task] = set()  # are not chosen until step `_since` + _ALONE_STEPS
+        self._ran: set[Task] = set()  # tasks that have run since step `_since` while others could
+        self._rest: set[Task] = set()  # tasks that are not chosen until step `_since` + _ALONE_STEPS
         self._main = greenlet.getcurrent()
 
     def add_host(self, rank: int, run: Callable[[], Any]) -> Task:
@@ -82,7 +84,7 @@ class Scheduler:
         begin: Callable[[Launch], None],
         end: Callable[[Launch], None],
     ) -> None:
-        """In a rank's host code: run a kernel, and return when it has ended. Raises the errors of the kernel."""
+        """Called in a rank's host code: run a kernel, and return when it has ended. Raises the kernel's errors."""
         self._refuse_when_closing()
         host = self._here(rank)
         launch = self.new_launch(rank, programs[0].kernel.fn.__name__, private)
@@ -102,13 +104,13 @@ class Scheduler:
             raise launch.error
 
     def _here(self, rank: int) -> Task:
-        """The host code of the rank that makes this call."""
+        """The task of the host code that makes this call."""
         self.refuse_strangers(rank)
         return self.current if self.current and self.in_host() == rank else self.hosts[rank]
 
     def refuse_strangers(self, rank: int) -> None:
-        """Raise `InvalidArgument`, and let `run` raise it, if anything but the rank's own host code makes this call: it
-        has no turn, and its blocks would run after it has returned."""
+        """Raise `InvalidArgument`, and let `run` raise it, if the caller is not the rank's own host code. Such a caller
+        takes no turns, and its blocks would run after it has returned."""
         if greenlet.getcurrent() is self._main or self.in_host() == rank:
             return
         other, thread = self.in_host(), threading.current_thread()
@@ -129,7 +131,7 @@ class Scheduler:
         """Make the blocks of a launch runnable."""
         self.progress += 1
         for task in launch.blocks:
-            task.greenlet.parent = self._main  # where control goes when it ends
+            task.greenlet.parent = self._main  # where control continues when the task ends
         self.blocks = sorted([*self.blocks, *launch.blocks], key=lambda t: t.place)
 
     def _block(self, task: Task) -> None:
@@ -138,12 +140,12 @@ class Scheduler:
         self.finish_stores(task)
 
     def finish_stores(self, task: Task) -> None:
-        """In a block, at its end."""
+        """Called in a block at its end: wait until all its stores have reached memory."""
         while self.unfinished(task):  # its last stores have not reached memory
             self.take_turns()
 
     def wait(self, rank: int) -> None:
-        """In a rank's host code: let other tasks run. Returns when shared state may have changed."""
+        """Called in a rank's host code: let other tasks run. Returns when shared state may have changed."""
         self._refuse_when_closing()
         host = self._here(rank)
         host.state, host.host_site = State.WAITING, source_lines.of_host()
@@ -159,12 +161,12 @@ class Scheduler:
             self._gave_way.discard(rank)
 
     def take_turns(self) -> None:
-        """In a block, before an access to shared memory: a point at which the scheduler may switch."""
+        """Called in a block before an access to shared memory: the scheduler may switch to another task."""
         task = self.current
         self.step += 1
         if self.step > self._most:
             self.end(Ended(f"no end after {self._most} steps"))
-        if self.step % _PARKED_STEPS == 0:  # a loop that is never parked must not keep the others from their rounds
+        if self.step % _PARKED_STEPS == 0:  # a loop that is never parked must not keep parked tasks from being retried
             self._retry()
         self.before_step()
         ready = self._ready()
@@ -172,11 +174,11 @@ class Scheduler:
             self._main.switch(None if task not in ready else chosen)
 
     def end(self, error: BaseException) -> None:
-        """In a block: have `run` raise `error`."""
+        """Called in a block: make `run` raise `error`."""
         self._main.throw(error)
 
     def park(self) -> None:
-        """In a block whose polled memory does not change: sleep until it does."""
+        """Called in a block whose polled memory has not changed: sleep until it does."""
         assert self.current is not None
         self.current.state = State.PARKED
         self._main.switch()
@@ -189,7 +191,7 @@ class Scheduler:
     # Called by the machine and the execution
 
     def wrote(self, addresses: Array) -> None:
-        """Memory at `addresses` has changed: the tasks that poll it become ready."""
+        """Memory at `addresses` has changed. The tasks that poll it become ready."""
         self.progress += 1
         low, high = int(addresses.min()), int(addresses.max())
         for task in self.blocks:
@@ -202,7 +204,8 @@ class Scheduler:
         task.state, task.retries, task.repeated = State.READY, 0, []
 
     def wake_if_aborted(self, rank: int, memory: Memory) -> None:
-        """If the abort or status word of the rank has changed and is set: wake its blocks, and park them later."""
+        """If the abort or status word of the rank has changed and is set, wake its blocks and park them later than
+        otherwise."""
         words = memory.abort_words(rank)
         if any(words) and words != self.aborted.get(rank):
             self.aborted[rank] = words
@@ -211,14 +214,15 @@ class Scheduler:
                     self.wake(task)
 
     def wake_hosts(self, changed: bool = True) -> None:
-        """Shared state that host code may wait for has changed; or (not `changed`) it has to notice the time."""
+        """Wake host code, because shared state that it may wait for has changed, or (not `changed`) because time has
+        passed."""
         self.progress += changed
         for host in self.hosts:
             if host.state is State.WAITING and host.launch is None:
                 host.state = State.READY
 
     def stop_rank(self, rank: int) -> None:
-        """From here on no task of the rank runs."""
+        """From now on, no task of the rank runs."""
         for task in [*self.hosts, *self.blocks]:
             if task.rank == rank and task.state is not State.DONE:
                 task.state = State.STOPPED
@@ -275,8 +279,8 @@ class Scheduler:
         return launch.running < self._residency or launch.has_begun(task.block)
 
     def _choose(self, ready: list[Task]) -> Task:
-        """The strategy's choice. Tasks that have run for long while others could have are suspended: they may wait for
-        one of them, in a loop that changes memory."""
+        """The strategy's choice. Tasks that have run for long while others could have run are suspended, because they
+        may wait for one of the others in a loop that changes memory."""
         if self.step - self._since >= _ALONE_STEPS:
             self._rest, self._ran, self._since = set() if self._rest else self._ran, set(), self.step
         ready = [t for t in ready if t not in self._rest] or ready
@@ -289,8 +293,8 @@ class Scheduler:
         return chosen
 
     def _retry(self) -> bool:
-        """Let parked tasks run another round, because a loop that ends after a few reads is not a poll. The round is a
-        whole one: another warp of the block may wait at its end, because it has seen a value that this one has not."""
+        """Let parked tasks run another round of their loops, because a loop that ends after a few reads is not a poll.
+        It is a whole round: at its end, another warp of the block may wait that has already read the new value."""
         self._progress = self._progress if self.progress == self._progress[0] else (self.progress, self.step)
         few = self.step - self._progress[1] < _WEAK_STEPS
         parked = (task for task in self.blocks if task.state is State.PARKED)
@@ -325,7 +329,7 @@ class Scheduler:
             interpreter.disengage()
 
     def _settle(self) -> None:
-        """Remove an ended block, and let the host code of an ended launch continue."""
+        """Remove a block that has ended. If its launch has ended, let the launch's host code continue."""
         task = self.current
         if task is None or task.state is not State.DONE:
             return
@@ -352,7 +356,7 @@ class Scheduler:
             host.state = State.READY
 
     def _throw(self, task: Task, error: BaseException) -> None:
-        """End a waiting block by raising `error` in it; greenlet.GreenletExit leaves no error."""
+        """End a waiting block by raising `error` in it. greenlet.GreenletExit does not count as an error."""
         if task.started:
             self._engage(task)
             task.greenlet.throw(error)

@@ -1,4 +1,4 @@
-"""Shrinks the choices of an execution while it still shows its finding."""
+"""Shrinks the choices of an execution, as long as it still shows its finding."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 from tricomm.explorer.report.findings import Execution, Finding, Outcome
 from tricomm.explorer.schedule.strategies import Priorities, Strategy
 
-# Limits for each of the two methods, some seconds. In steps, because a clock is not reproducible.
+# Limits of each of the two methods, which take some seconds. In steps, because times are not reproducible.
 STEPS, COMPILED_STEPS = 6000, 1500
 
 Again = Callable[[Execution, Strategy | None], tuple[list[Finding], Outcome]]
 
 
 def shrink(again: Again, finding: Finding, execution: Execution, most: int = STEPS) -> Execution:
-    """The simplest execution with the same `finding` that two methods find in `most` steps each. It has no delayed
-    stores and starts at epoch 1 if possible, and has few preemptions and fewer choices."""
+    """The simplest execution with the same `finding` that two methods find in `most` steps each. It has few preemptions
+    and choices and, if possible, no delayed stores and epochs from 1."""
     spent = 0
 
     def shows(tried: Execution) -> bool:
@@ -36,7 +36,7 @@ def shrink(again: Again, finding: Finding, execution: Execution, most: int = STE
 
 
 def _few_preemptions(again: Again, finding: Finding, execution: Execution, most: int) -> Execution:
-    """The best of some schedules with few switches: random priorities that drop at most twice."""
+    """The best of some schedules with few switches, which are random priorities that drop at most twice."""
     spent, best = 0, execution
     steps = max((step for step, _ in execution.choices), default=1) + 1
     for seed in range(60):
@@ -60,7 +60,7 @@ def _left_out(shows: Callable[[Execution], bool], enough: Callable[[], bool], ex
             else:
                 at += 1 if part == 2 else part
         smaller = smaller or len(execution.choices) < before
-        if part == 1 and smaller:  # two at once again: away and back is one move
+        if part == 1 and smaller:  # remove two at a time: a switch and the switch back belong together
             part, smaller = 2, False
         else:
             part //= 2

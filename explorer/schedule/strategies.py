@@ -1,4 +1,4 @@
-"""Strategies: ways to choose the next task among the blocks that can run; and choices, recorded to be repeated."""
+"""Strategies, which choose the next task among the blocks that can run, and recorded choices, which can be repeated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Strategy(Protocol):
     hosts_first: bool
 
     def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
-        """One of `ready` (in rank and block order, never empty). `current` is the last task; it may be blocked."""
+        """Choose one of `ready` (in rank and block order, never empty). `current` is the last task, which may be
+        blocked."""
 
 
 def default(current: Task | None, ready: list[Task]) -> Task:
@@ -29,11 +30,10 @@ def default(current: Task | None, ready: list[Task]) -> Task:
 
 
 class Choices:
-    """`made` are the switches, (step, task). At all other moments the task that ran last continues.
+    """The choices of an execution. `made` has the switches, (step, task). At all other moments the last task continues.
 
-    A strategy is asked several times at one step if the task that it chose is parked or ends before its next step.
-    Then `made` also has the answers before a switch at that step, so that a replay does not switch at an earlier
-    question.
+    A strategy is asked several times at one step if the chosen task is parked or ends before its next step. Then `made`
+    also has the answers before a switch at this step, so that a replay does not switch too early.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Choices:
 
 
 class RandomWalk:
-    """At every step a block with uniform probability; the block that ran last is kept with probability `keep`."""
+    """Chooses blocks with uniform probability. The last block continues with probability `keep`."""
 
     def __init__(self, seed: int, keep: float = 0.0, hosts_first: bool = True) -> None:
         self._random, self._keep, self.hosts_first = Random(seed), keep, hosts_first
@@ -63,7 +63,8 @@ class RandomWalk:
 class Priorities:
     """PCT (Burckhardt et al., ASPLOS'10): random priorities, and `depth` - 1 moments at which the highest drops.
 
-    Finds a bug that needs `depth` ordered events with probability at least 1 / (tasks * steps ** (depth - 1)).
+    An execution shows a bug that needs `depth` ordered events with a probability of at least 1 / (tasks * steps **
+    (depth - 1)).
     """
 
     hosts_first = True
@@ -87,7 +88,7 @@ class Priorities:
 
 
 class Given:
-    """The choices of a list of (step, task). At steps without a possible choice the last task continues."""
+    """Repeats a list of choices, (step, task). At steps without a possible choice the last task continues."""
 
     hosts_first = True
 

@@ -21,14 +21,14 @@ class State(enum.Enum):
 
     READY = "ready"
     PARKED = "parked"  # polls memory that does not change
-    WAITING = "waiting"  # host code: for its launch, or for another rank's host code
+    WAITING = "waiting"  # host code that waits for its launch, or for another rank's host code
     STOPPED = "stopped"  # its rank will never run again
     DONE = "done"
 
 
 @dataclass
 class Launch:
-    """One kernel over one grid on one rank. `private` is the memory that only this launch was given; `host` is the host
+    """One launch of a kernel on one rank. `private` is the memory that only this launch may access; `host` is the host
     code that waits for its end."""
 
     rank: int
@@ -55,7 +55,8 @@ class Launch:
 
 @dataclass
 class Poll:
-    """The last read of a task at one line of its code, with the first comparison of its value and the mask on that."""
+    """A task's last read at one line of its code, with the first comparison of the value and the mask of the
+    comparison."""
 
     access: Access
     site: Site
@@ -68,7 +69,7 @@ class Poll:
     high: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # Rounded to 16 bytes, the widest element, because a write is known only by its first byte.
+        # Rounded to 16 bytes, the widest element, because writes are known only by their first bytes.
         self.low, self.high = int(self.access.addresses.min()) & -16, int(self.access.addresses.max()) | 15
 
     def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
@@ -78,13 +79,13 @@ class Poll:
             self.result = result
 
     def late(self) -> Array:
-        """bool per element of the access: True if the comparison says that the awaited value has not arrived."""
+        """For each element, True if the comparison says that the awaited value has not arrived."""
         lanes = self.access.lanes
         if self.actual is None or self.expected is None or self.result is None:
             return np.zeros(len(self.access.addresses), bool)
         try:
             result = np.broadcast_to(self.result, lanes.shape)[lanes].astype(bool)
-        except ValueError:  # of another shape: the compared value combines several elements of the access
+        except ValueError:  # another shape: the compared value combines several elements of the access
             return np.zeros(len(self.access.addresses), bool)
         if self.relation == "==":
             return ~result
@@ -103,7 +104,7 @@ class Task:
     launch: Launch | None = None
     state: State = State.READY
     started: bool = False
-    sync: bool = False  # its next access is a strong one
+    sync: bool = False  # True if its next access is strong
     error: BaseException | None = None
     result: Any = None
     polls: dict[Any, Poll] = field(default_factory=dict)
@@ -138,11 +139,11 @@ class Task:
     def place(self) -> tuple[int, int, int]:
         return self.rank, self.block, self.warp
 
-    # Polling: if a task has read every word of its loop again and no value was new, it need not run until one of
-    # these words changes.
+    # Polling: if a task has read every word of its loop again without a new value, it need not run until one of these #
+    # words changes.
 
     def note_read(self, access: Access, site: Site, values: Array, rounds: int) -> bool:
-        """True if, with this read, the task has made `rounds` rounds of a loop in which no value has changed."""
+        """Note a read. True if it completes `rounds` rounds of a loop in which no value has changed."""
         key = (site, access.addresses.tobytes())
         seen = values.tobytes()
         before = self.polls.get(key)
@@ -156,7 +157,7 @@ class Task:
         return bool(round_) and len(self.repeated) > round_ * rounds
 
     def loop(self) -> list[Poll]:
-        """The reads of one round of the polling loop: those since the latest read was last made before."""
+        """The reads of one round of the polling loop: all after the previous occurrence of the latest read."""
         *before, last = self.repeated or [None]
         if last not in before:
             return []
@@ -164,12 +165,12 @@ class Task:
         return [self.polls[key] for key in dict.fromkeys(round_)]
 
     def waits_strongly(self) -> bool:
-        """True at a barrier, and in a loop with a strong load. A loop of weak loads may end, because they are no way to
-        wait."""
+        """True at a barrier and in a loop with a strong load. A loop of weak loads is expected to end, because weak
+        loads are no way to wait."""
         return self.waits is not None or any(poll.access.sem is not None for poll in self.loop())
 
     def forget_polls(self) -> None:
-        """The task has made progress, so it is not in a polling loop."""
+        """Note that the task has made progress, so it is not in a polling loop."""
         if self.polls:
             self.polls, self.repeated = {}, []
 
@@ -178,14 +179,15 @@ class Task:
         self.forget_polls()
 
     def stored_the_same(self, where: Any, addresses: Array) -> None:
-        """A store at `where` has changed nothing. In a loop that waits, an earlier round has made the same one."""
+        """Note a store at `where` that has changed nothing. In a polling loop, an earlier round has made the same
+        store."""
         key = (where, addresses.tobytes())
         if key not in self.stored:
             self.stored.add(key)
             self.forget_polls()
 
     def watches(self, low: int, high: int) -> bool:
-        """True if it polls an address of `low` to `high`, or another warp of its block does."""
+        """True if the task, or another warp of its block, polls an address from `low` to `high`."""
         for task in self.mates or (self,):
             for poll in task.polls.values():
                 if poll.low <= high and poll.high >= low:

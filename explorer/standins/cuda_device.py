@@ -1,4 +1,4 @@
-"""Tensors of device "cuda" in a program's code, and the functions of `torch.cuda` about devices.
+"""Stand-ins for tensors of device "cuda" in a program's code, and for the functions of `torch.cuda` about devices.
 
 The memory is the CPU's: a device "cuda" in an argument is replaced, and a tensor says that it is on the rank's GPU.
 """
@@ -29,8 +29,8 @@ _MEMORY = 80 << 30
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """Replaces device "cuda" by the CPU in the calls of a program's code, and keeps which tensors are meant to be on
-    the CPU: those that were made or moved there, and those that are computed from them alone."""
+    """Replaces device "cuda" by the CPU in the calls of a program's code. Tracks which tensors are meant to be on the
+    CPU: those that were made or moved there, and those that are computed from such tensors only."""
 
     def __init__(self, current: Callable[[], ProgramHost | None]) -> None:
         super().__init__()
@@ -61,19 +61,19 @@ class CudaOnCpu(TorchFunctionMode):
         elif name == "to" and isinstance(args[-1], int):
             args = (args[0], _CPU)
         elif name == "tolist":
-            args = (args[0].clone(),)  # its read of memory is not seen
+            args = (args[0].clone(),)  # a clone, because its read of memory is not traced
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = _CPU
         given = tensors_in((args, kwargs))
         return _placed(func(*_on_cpu(args), **_on_cpu(kwargs)), given, device, pinned, host)
 
 
-# The tensors that are meant to be on the CPU, by their storages: a weak reference, and whether they are pinned.
+# By storage, the tensors that are meant to be on the CPU: a weak reference, and True if they are pinned.
 _on_host: dict[int, tuple[StorageWeakRef, bool]] = {}
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """True for a tensor that a program means to be on the CPU."""
+    """True for a tensor that is meant to be on the CPU."""
     return _strided(tensor) and _key(tensor) in _on_host
 
 
@@ -117,7 +117,8 @@ def _wanted(name: str, args: Any, kwargs: Any) -> torch.device | None:
 
 
 def _placed(result: Any, given: list[torch.Tensor], device: torch.device | None, pinned: bool, host: Any) -> Any:
-    """The result of a call with the tensors `given`, on `device`; None: where they are, or on the default device."""
+    """The result of a call with the tensors `given`, placed on `device`. None: on their device, or on the default
+    one."""
     before = {_key(t): on_host(t) for t in given if _strided(t)}
     if device is None:
         here = all(before.values()) if given else (_device(host.default_device) or _CPU) == _CPU
@@ -168,7 +169,7 @@ _ANSWERS: dict[str, Callable[[ProgramHost], Any]] = {
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda host: 0),
     **dict.fromkeys(("set_device", "init", "empty_cache", "manual_seed", "manual_seed_all"), lambda host: None),
     "reset_peak_memory_stats": lambda host: None,
-    # Of an interpreted program. A compiled one has streams (`torch_cuda`).
+    # Events and streams of an interpreted program. For a compiled one, see `torch_cuda`.
     **dict.fromkeys(("current_stream", "default_stream"), lambda host: OneStream()),
     "Event": lambda host: InOrder(),
     "synchronize": lambda host: host.comm.synchronize(),
@@ -194,7 +195,7 @@ class InOrder:
 
 
 class OneStream(InOrder):
-    """As `torch.cuda.Stream`: the only one of an interpreted program."""
+    """As `torch.cuda.Stream`: the only stream of an interpreted program."""
 
     stands_for, cuda_stream = "Stream", 0
 
@@ -214,11 +215,11 @@ class OneStream(InOrder):
 
 
 def patches() -> Mapping[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]]:
-    """`torch.cuda`'s functions about devices: each rank has one GPU."""
+    """Patches of `torch.cuda`'s functions about devices. Each rank has one GPU."""
     table: dict[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]] = {
         (torch.cuda, name): _answering(answer) for name, answer in _ANSWERS.items()
     }
-    table[torch.cuda.nccl, "version"] = _answering(lambda host: (0, 0, 0))  # torch notes it in the log of an error
+    table[torch.cuda.nccl, "version"] = _answering(lambda host: (0, 0, 0))  # torch writes it into the log of an error
     table |= {(torch.cuda, name): _only_compiled(name) for name in _ONLY_COMPILED}
     table[torch.cuda, "stream"] = lambda host: lambda stream: nullcontext() if stream is None else stream
     table |= {(torch.cuda.nvtx, name): _answering(lambda host: 0) for name in ("range_push", "range_pop", "mark")}
@@ -249,7 +250,7 @@ def _only_compiled(name: str) -> Callable[[ProgramHost], Callable[..., Any]]:
 
 
 class _Driver:
-    """As Triton's active driver: the functions about the device."""
+    """As Triton's active driver, with the functions about the device."""
 
     def __init__(self, host: ProgramHost) -> None:
         self._host = host

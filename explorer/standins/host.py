@@ -16,19 +16,20 @@ from tricomm.explorer.world.world import Turns
 
 
 class Board:
-    """The values that the host code of ranks exchanges, and its waits for them.
+    """The values that the ranks' host code exchanges. Host code waits here for the values of other ranks.
 
-    `turns` lets other ranks run. `met(rank, step, after)` is called when a rank gives its values of exchange `step`,
-    and when it has the other ranks' values.
+    `turns` lets other ranks run. `met(rank, step, after)` is called when a rank gives its values for exchange `step`,
+    and again (`after`) when it has the values of the other ranks.
     """
 
     def __init__(self, turns: Turns, met: Callable[[int, int, bool], None]) -> None:
         self._turns, self._met = turns, met
         self._given: dict[Any, dict[int, Any]] = {}
-        self._steps: dict[int, int] = {}  # by id of the values; negative, unlike the steps of a communicator
+        # by id of the values: numbers of exchanges; negative, unlike those of a communicator
+        self._steps: dict[int, int] = {}
 
     def values(self, key: Any) -> dict[int, Any]:
-        """By rank: the values of an exchange."""
+        """The values of an exchange, by rank."""
         given = self._given.setdefault(key, {})
         self._steps.setdefault(id(given), -len(self._given))
         return given
@@ -44,13 +45,14 @@ class Board:
 
 
 class ProgramHost:
-    """A rank's state. `in_program` is True while the program's own code runs, and False inside a stand-in, which needs
-    torch as it is."""
+    """A rank's state. `in_program` is True while the program's own code runs, and False within a stand-in, which needs
+    torch's own functions."""
 
     def __init__(self, comm: Communicator, memory: Memory, board: Board, architecture: int) -> None:
         self.comm, self.memory, self.rank, self.world_size = comm, memory, comm.rank, comm.world_size
-        self.architecture = architecture  # 90 of sm_90
-        self.addressed: dict[int, torch.Tensor] = {}  # tensors whose addresses the program has: a kernel may get them
+        self.architecture = architecture  # 90 for sm_90
+        # tensors whose addresses the program has read, so that a kernel may get them
+        self.addressed: dict[int, torch.Tensor] = {}
         self.config = 0  # the number of the configuration that autotuned kernels take
         self.in_program = False
         self.symmetric: Any = None  # its `SymmetricMemories`
@@ -71,7 +73,7 @@ class ProgramHost:
 
     @contextmanager
     def library(self) -> Iterator[None]:
-        """Around the code of a stand-in."""
+        """A context manager around the code of a stand-in."""
         before, self.in_program = self.in_program, False
         try:
             yield
@@ -79,7 +81,7 @@ class ProgramHost:
             self.in_program = before
 
     def calls(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` as code of a stand-in."""
+        """`function`, run as code of a stand-in."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             with self.library():
@@ -88,7 +90,7 @@ class ProgramHost:
         return called
 
     def exchange(self, what: str, value: Any, ranks: Sequence[int], group: str) -> list[Any]:
-        """The `value` of each of `ranks`, in their order, in a call of `group`.
+        """Exchange values in a call of `group`: the `value` of each of `ranks`, in their order.
 
         Raises `CollectiveMismatch` on all of them if they do not make the same call.
         """

@@ -1,7 +1,7 @@
-"""Variables of a program's modules, of their classes and of the objects that they hold, kept apart for each rank, as
-separate processes would.
+"""Gives each rank its own variables of a program's modules, of their classes and of their objects, as separate
+processes would.
 
-Each rank starts from the values before the execution: copies of lists, dicts, sets and tensors, and empty caches of
+Each rank begins with the values before the execution: copies of lists, dicts, sets and tensors, and empty caches of
 functions under `functools.cache`. Ranks share the variables of closures and the defaults of arguments.
 """
 
@@ -39,7 +39,7 @@ def modules_of(function: Callable[..., Any]) -> list[ModuleType]:
 
 @contextmanager
 def importable(function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, modules next to the function's own, or next to its package, can be imported."""
+    """A context manager in which modules next to the function's module, or next to its package, can be imported."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)
     if module is None or file is None:
@@ -62,7 +62,7 @@ def _related(module: Any) -> list[ModuleType]:
 
 
 def _collect(module: Any, found: dict[str, ModuleType]) -> None:
-    """Add a module, and the modules that define its names."""
+    """Add a module and the modules that define its names."""
     if not isinstance(module, ModuleType) or module.__name__ in found or _package(module.__name__) in _LIBRARIES:
         return
     found[module.__name__] = module
@@ -88,16 +88,16 @@ class ModuleState:
     """The variables of `modules` as each rank sees them. `enter(rank)` before its host code, `leave` at the end."""
 
     def __init__(self, modules: Iterable[ModuleType], replacements: Callable[[], dict[int, Any]]) -> None:
-        """`replacements()`: what a rank has in place of other objects, by their ids."""
+        """`replacements()`: the objects that a rank has in place of others, by the ids of these."""
         self._replacements = replacements
         self._owners: list[Any] = []  # modules, classes and objects
         self._outside: list[dict[str, Any]] = []  # the variables of each, before the execution
         self._known: set[int] = set()
-        self._packages: set[str] = set()  # of the modules examined so far
+        self._packages: set[str] = set()  # packages of the modules examined so far
         self._ranks: dict[int, list[dict[str, Any]]] = {}
         self._copies: dict[int, dict[int, Any]] = {}
         self._present: int | None = None
-        self._imports = 0  # in progress
+        self._imports = 0  # number of imports in progress
         self._add(modules)
 
     def enter(self, rank: int) -> None:
@@ -135,7 +135,7 @@ class ModuleState:
         owners = [m for m in modules if id(m) not in self._known]
         homes = {m.__name__ for m in owners} | {m.__name__ for m in self._owners if isinstance(m, ModuleType)}
         self._known |= set(map(id, owners))
-        for owner in owners:  # grows
+        for owner in owners:  # the list grows within the loop
             self._owners.append(owner)
             self._outside.append(dict(vars(owner)))
             for value in self._outside[-1].values():
@@ -145,7 +145,7 @@ class ModuleState:
                     owners.append(value)
 
     def _of(self, rank: int) -> list[dict[str, Any]]:
-        """A rank's variables. Variables of one value, wherever they are, get one copy."""
+        """Make the variables of a rank. If several variables have the same object, they get the same copy."""
         own, copies = self._ranks[rank], self._copies.setdefault(rank, {})
         if len(own) < len(self._owners):
             copies |= self._replacements()
@@ -166,7 +166,7 @@ class ModuleState:
 
 
 def _same(names: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """True if both have the same objects by the same names. Nearly all of some thousand owners never change."""
+    """True if both have the same objects under the same names. Nearly all of some thousand owners never change."""
     same = len(names) == len(others) and all(map(operator.is_, names, others))
     return same and all(map(operator.is_, names.values(), others.values()))
 
@@ -191,7 +191,7 @@ def _replace(owner: Any, others: dict[str, Any]) -> None:
 
 def _own(names: dict[str, Any], copies: dict[int, Any]) -> dict[str, Any]:
     own = {}
-    for name, value in names.items():  # up to some ten thousands: calls for each would take most of the time
+    for name, value in names.items():  # up to tens of thousands, so a call for each would take most of the time
         kind = value.__class__
         if kind in _SHARED or name.startswith("__"):
             own[name] = value

@@ -1,8 +1,8 @@
-"""A process group of torch between the ranks of an execution, for a program's set-up.
+"""A stand-in for torch's process groups between the ranks of an execution, for a program's set-up.
 
 A call waits for the rank's current stream, exchanges the tensors between the hosts, and computes its result on the
-host. So a kernel that any rank launched there before the call is ordered before a kernel that any rank launches after
-it.
+host. So the kernels that any rank launched on this stream before the call happen before the kernels that any rank
+launches after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.standins.host import ProgramHost
 
-# Their stubs differ between versions of torch.
+# The stubs of these differ between versions of torch.
 dist: Any = torch.distributed
 c10d: Any = distributed_c10d
 
@@ -32,7 +32,7 @@ _REDUCE: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class _Done(dist.Work):  # type: ignore[misc]
-    """The work of a call, which is over when the call returns."""
+    """The `Work` of a call, which is complete when the call returns."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -41,8 +41,8 @@ class _Done(dist.Work):  # type: ignore[misc]
 
 
 class SimulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """The ranks `ranks` of an execution. `key` is its name on all of them. No C++ code calls its methods: a rank must
-    not wait inside a call of torch's C++."""
+    """A process group of the ranks `ranks`. `key` is its name on all ranks. No C++ code calls its methods, because a
+    rank must not wait within torch's C++."""
 
     def __init__(self, host: ProgramHost, ranks: Sequence[int], name: str) -> None:
         super().__init__(ranks.index(host.rank), len(ranks))
@@ -56,7 +56,8 @@ class SimulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
         return "nccl"
 
     def _all(self, what: str, tensors: Any, sized: bool = True) -> list[Any]:
-        """Every rank's copy of `tensors`. Ranks that make another call, or bring other sizes, are refused by name."""
+        """Every rank's copy of `tensors`. Raises an error with the ranks' names if they make different calls, or give
+        different sizes."""
         with self._host.library():
             if self._host.comm.gpu is not None:
                 self._host.comm.gpu.stream().synchronize()
@@ -189,7 +190,7 @@ def _init(host: ProgramHost) -> Callable[..., None]:
 
 
 def start(host: ProgramHost) -> None:
-    """Make the default group of a rank."""
+    """Make the default process group of a rank."""
     host.group = c10d._world.default_pg = _made(host, range(host.world_size), _WORLD)
 
 
@@ -253,7 +254,7 @@ _NAMESPACES = ("symm_mem", "c10d", "_c10d_functional", "_c10d_functional_autogra
 
 
 def _operator(host: ProgramHost) -> Callable[..., Any]:
-    """Operators of torch.ops. Those that communicate would wait inside torch's C++."""
+    """Operators of torch.ops. Those that communicate are refused, because they would wait within torch's C++."""
 
     def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
         whole = operator.name() if isinstance(operator, OpOverload) else operator._qualified_op_name
@@ -295,12 +296,12 @@ _FUNCTIONAL: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def patches() -> Mapping[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]]:
-    """torch.distributed's functions that make and end groups, and its operators."""
+    """Patches of torch.distributed's functions that make and end groups, and of its operators."""
     own: dict[str, Callable[[ProgramHost], Callable[..., Any]]] = {
         "init_process_group": _init,
         "destroy_process_group": _destroy,
     }
     table = {(module, name): function for name, function in own.items() for module in (dist, c10d)}
     table |= {(module, "_resolve_process_group"): _resolved for module in (c10d, device_mesh)}
-    table[c10d, "_new_group_with_tag"] = _new_group  # which `new_group` calls, by whatever name it was imported
+    table[c10d, "_new_group_with_tag"] = _new_group  # `new_group` calls it, under whatever name that was imported
     return table | {(kind, "__call__"): _operator for kind in _CALLS}

@@ -1,4 +1,4 @@
-"""A program that is written for torch's symmetric memory, process groups and CUDA devices, as a function to check."""
+"""Runs a program for torch's symmetric memory, process groups and CUDA devices as a function to check."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Standins:
         self._board = Board(turns, met)
 
     def run(self, comm: Communicator) -> Any:
-        """In a rank's host code: call the program, with a default process group."""
+        """Called in a rank's host code: call the program, with a default process group."""
         host = ProgramHost(comm, self._memory, self._board, self._architecture)
         host.config = getattr(self._program, "config", 0)
         host.symmetric, host.modules = SymmetricMemories(host), self._modules
@@ -68,7 +68,8 @@ class Standins:
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Around the host code of a rank: torch's tables, the environment and the modules' globals are the rank's."""
+        """A context manager around the host code of a rank: torch's tables, the environment and the modules' globals
+        are the rank's."""
         tables, environment, host = _tables(), dict(_VARIABLES), self._hosts.get(rank)
         if host is not None:
             _put_tables((host.group, host.workspaces, host.streams))
@@ -84,8 +85,9 @@ class Standins:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, a program's code uses the stand-ins. Raises `InvalidArgument` if another check of a program runs, in
-        another thread or around this one: both would change this process's environment and modules."""
+        """A context manager in which a program's code uses the stand-ins. Raises `InvalidArgument` if another check of
+        a program runs, in another thread or around this one, because both would change this process's environment and
+        modules."""
         if not _running.acquire(blocking=False):
             raise InvalidArgument(
                 "this process checks a program already, in another thread or around this call: check them one by one"
@@ -104,7 +106,7 @@ class Standins:
 
 
 class _Importing:
-    """The host code of a program's file while it is imported: on the first of its GPUs, without a group."""
+    """The host state while a program's file is imported: on the first GPU, without a group."""
 
     rank, world_size, default_device = 0, 1, None
 
@@ -117,7 +119,7 @@ class _Importing:
 
 @contextmanager
 def importing(architecture: int) -> Iterator[None]:
-    """Inside, `torch.cuda` and Triton's driver behave as on a machine with a GPU."""
+    """A context manager in which `torch.cuda` and Triton's driver behave as on a machine with a GPU."""
     host: Any = _Importing(architecture)
     with _PATCHES.installed(lambda: host), cuda_device.CudaOnCpu(lambda: host):
         yield
@@ -131,7 +133,8 @@ def _put_tables(tables: tuple[Any, ...]) -> None:
     c10d._world.default_pg, symm_mem._group_name_to_workspace_tensor, symm_mem._backend_streams = tables
 
 
-_VARIABLES: dict[bytes, bytes] = vars(os.environ)["_data"]  # copying `os.environ` would decode all at every turn
+# because a copy of `os.environ` would decode all variables at every turn
+_VARIABLES: dict[bytes, bytes] = vars(os.environ)["_data"]
 
 
 def _environment(values: Mapping[bytes, bytes]) -> None:
@@ -166,7 +169,8 @@ def _launch(host: ProgramHost) -> Callable[..., None]:
 
 @contextmanager
 def _interpreted(kernel: Any) -> Iterator[None]:
-    """Raises `InvalidArgument` if Triton's interpreter cannot run a kernel. A kernel itself raises assertions only."""
+    """A context manager that raises `InvalidArgument` if Triton's interpreter cannot run a kernel. Of its own, a kernel
+    raises only assertions."""
     try:
         yield
         return
@@ -184,7 +188,7 @@ def _interpreted(kernel: Any) -> Iterator[None]:
 
 
 def _one_config(host: ProgramHost) -> Callable[..., Any]:
-    """An autotuned kernel runs with one configuration, because times mean nothing here."""
+    """Let autotuned kernels run with one configuration, because times mean nothing here."""
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
         if host.config >= len(tuner.configs):

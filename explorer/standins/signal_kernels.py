@@ -1,5 +1,5 @@
-"""The kernels of torch's barriers and signals: a sender changes a word of a signal pad from 0 to 1 (release), its
-receiver from 1 to 0 (acquire)."""
+"""The kernels of torch's barriers and signals. A sender changes a word of a signal pad from 0 to 1 (release), and its
+receiver changes it from 1 to 0 (acquire)."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ import triton.language as tl
 def signals(
     pads, CHANNEL: tl.constexpr, RANK: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, STEPS: tl.constexpr
 ):
-    """Signal the ranks from FIRST to before END (bit 1 of STEPS), and take a signal of each (bit 2)."""
+    """Signal the ranks from FIRST to before END (if bit 1 of STEPS is set), and take a signal of each (bit 2)."""
     for peer in tl.static_range(FIRST, END):
         if STEPS & 1:
             word = tl.load(pads + peer).to(tl.pointer_type(tl.int32)) + CHANNEL + RANK
@@ -24,5 +24,5 @@ def signals(
 
 @triton.jit
 def write(word, VALUE: tl.constexpr):
-    """`cuStreamWriteValue32`, which fences the system before it writes."""
+    """`cuStreamWriteValue32`: a system fence, and then the write."""
     tl.atomic_xchg(word, VALUE, sem="release", scope="sys")

@@ -1,7 +1,7 @@
-"""Torch's symmetric memory between the ranks of an execution: `torch.distributed._symmetric_memory`.
+"""Stand-in for torch's symmetric memory (`torch.distributed._symmetric_memory`) between the ranks of an execution.
 
-Ranks allocate in the same order, as their allocators would; `rendezvous` compares the sizes and waits for all ranks.
-Barriers and signals are kernels on the rank's current stream (`signal_kernels.py`).
+Ranks must allocate in the same order. `rendezvous` compares the sizes and waits for all ranks. Barriers and signals are
+kernels on the rank's current stream (`signal_kernels.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _PUT, _WAIT = 1, 2
 
 
 class Allocation:
-    """One rank's part of memory that every rank has. `pointers` is the address of the table of all ranks' addresses."""
+    """One rank's part of an allocation that every rank makes. `pointers` is the address of a table with the addresses
+    of all ranks' parts."""
 
     def __init__(self, host: ProgramHost, arena: Arena, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.arena, self.shape, self.dtype = arena, shape, dtype
@@ -40,8 +41,9 @@ class Allocation:
 
 
 class MemoryHandle:
-    """As `_SymmetricMemory`: one tensor's memory on all ranks, and its signal pads. `offset`: the first byte of the
-    tensor, for `get_remote_tensor` and `multicast_ptr`; other addresses begin at the memory's first byte."""
+    """As `_SymmetricMemory`: the memory of one tensor on all ranks, and its signal pads. `offset` is the tensor's first
+    byte. `get_remote_tensor` and `multicast_ptr` count from it; other addresses begin at the first byte of the
+    memory."""
 
     def __init__(self, host: ProgramHost, memory: Allocation, pads: Allocation, offset: int, group_name: str) -> None:
         self._host, self._memory, self._pads = host, memory, pads
@@ -50,7 +52,7 @@ class MemoryHandle:
         self.buffer_ptrs, self.buffer_ptrs_dev = list(memory.arena.bases), memory.pointers
         self.signal_pad_ptrs, self.signal_pad_ptrs_dev = list(pads.arena.bases), pads.pointers
         self.buffer_size, self.signal_pad_size = memory.nbytes, pads.nbytes
-        # Static functions of torch's class
+        # Static methods of torch's class
         self.stream_write_value32, self.memset32 = host.symmetric.stream_write_value32, host.symmetric.memset32
         self.multicast_ptr = memory.arena.multicast and memory.arena.multicast + offset
 
@@ -109,7 +111,7 @@ class SymmetricMemories:
         self._host = host
         self._allocated: list[Allocation] = []
         self._pads: dict[tuple[int, str], Allocation] = {}  # by address and group
-        self._names: dict[int, str] = {}  # the group name that an allocation was made with
+        self._names: dict[int, str] = {}  # by address: the group name that the allocation was made with
 
     def empty_strided_p2p(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device,
@@ -154,7 +156,7 @@ class SymmetricMemories:
         return any(a.holds(tensor.data_ptr()) for a in self._allocated)
 
     def stream_write_value32(self, tensor: torch.Tensor, offset: int, val: int) -> torch.Tensor:
-        """As `cuStreamWriteValue32`: after all work before it on the stream, with a fence of the system."""
+        """As `cuStreamWriteValue32`: after all earlier work of the stream, with a system fence."""
         with self._host.library():
             word = tensor.view(torch.int32).view(-1)[offset:]
             self._host.comm.launch(write, 1, word, VALUE=val, num_warps=1)
@@ -172,7 +174,7 @@ class SymmetricMemories:
 
 
 def patches() -> Mapping[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]]:
-    """The functions of torch's class, which `torch.distributed._symmetric_memory` calls."""
+    """Patches of torch's class, whose functions `torch.distributed._symmetric_memory` calls."""
     table: dict[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]] = {
         (_SymmetricMemory, "empty_strided_p2p"): lambda host: host.calls(host.symmetric.empty_strided_p2p),
         (_SymmetricMemory, "rendezvous"): lambda host: host.calls(host.symmetric.rendezvous),
@@ -185,6 +187,7 @@ def patches() -> Mapping[tuple[Any, str], Callable[[ProgramHost], Callable[..., 
         (_SymmetricMemory, "set_group_info"): lambda host: lambda *args: None,
         (symm_mem, "enable_symm_mem_for_group"): lambda host: lambda group_name: None,
     }
-    if hasattr(symm_mem, "_should_use_implicit_mempool"):  # from torch 2.12 on: memory of a pool, which needs a GPU
+    # from torch 2.12 on: memory from a pool, which would need a GPU
+    if hasattr(symm_mem, "_should_use_implicit_mempool"):
         table[symm_mem, "_should_use_implicit_mempool"] = lambda host: lambda: False
     return table

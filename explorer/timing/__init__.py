@@ -1,1 +1,1 @@
-"""Times of compiled kernels: the PTX machine executes them with a clock a warp."""
+"""Models the times of compiled kernels: the PTX machine executes them with a clock per warp."""

@@ -1,4 +1,4 @@
-"""`tricomm predict --from-code`: what a call's critical path consists of, kernel by kernel, and how far off that is."""
+"""`tricomm predict --from-code`: the parts of a call's critical path, for each kernel, and the model's error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HEADER = (_NUMBERS[0], "   kernel", "grid", *_NUMBERS[1:], "limited by")
 
 @dataclass(frozen=True)
 class CodeForecastRow:
-    """One kernel at one size. `best`: it is the fastest of these; `runs`: as in `ForecastRow`."""
+    """One kernel at one size. `best`: it is the fastest kernel of the table; `runs`: as in `ForecastRow`."""
 
     collective: str
     size_bytes: int
@@ -75,7 +75,7 @@ class CodeForecastRow:
 
 @dataclass(frozen=True)
 class CodeForecast:
-    """Rows of every kernel and size on `world_size` GPUs of `machine`. `nccl` and `left_out`: as in `Forecast`."""
+    """The rows of all kernels and sizes on `world_size` GPUs of `machine`. `nccl` and `left_out`: as in `Forecast`."""
 
     machine: MachineSpec
     world_size: int
@@ -90,7 +90,7 @@ class CodeForecast:
         return {**facts, "ranks": self.world_size, "mode": self.mode, "results": [row.to_json() for row in self.rows]}
 
     def lines(self) -> list[str]:
-        """A table for people, with the kernel that would run, the fastest one, and what NCCL would take."""
+        """A table for people, with the kernel that would run, the fastest kernel, and the time of NCCL."""
         launch = LATENCIES[self.machine.name].boundary + self.rows[0].eager_us
         lines = [
             f"# {self.world_size} x {self.machine.name}, {self.mode} mode, float32 unless said otherwise; {LABEL}",
@@ -105,14 +105,14 @@ class CodeForecast:
         ]
         for collective in dict.fromkeys(row.collective for row in self.rows):
             every: tuple[CodeForecastRow | NcclRow, ...] = (*self.rows, *self.nccl)
-            rows = sorted(every, key=lambda row: row.size_bytes)  # stable: NCCL comes last
+            rows = sorted(every, key=lambda row: row.size_bytes)  # stable, so NCCL stays last
             cells = [_cells(row) for row in rows if row.collective == collective]
             lines += ["#", f"# {collective}", *text_table.lines(_HEADER, cells, right=_NUMBERS)]
         return lines + counted.footer(self.left_out)
 
 
 def _unlike(machine: MachineSpec) -> list[str]:
-    """Comment lines about what the model does not cover on such GPUs."""
+    """Comment lines about what the model does not cover on GPUs of `machine`."""
     if machine.architecture == machine.target:
         return []
     are = "may be of any" if machine.architecture == "any" else f"are {machine.architecture}"
@@ -140,7 +140,8 @@ def _cells(row: CodeForecastRow | NcclRow) -> tuple[str, ...]:
 def forecast(
     gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM, wire: str = ""
 ) -> CodeForecast:
-    """Every kernel of a comma list of collectives, from its code; `form` and `wire` as in `kernel_time`'s forecast.
+    """The forecast of every kernel of `collective`, a comma-separated list, from its code. `form` and `wire` are as in
+    `kernel_time`'s forecast.
 
     Raises `InvalidArgument` with the nearest names, `ResourceError` if nothing can be compiled here.
     """
@@ -175,10 +176,11 @@ def _at(
 
 
 def check(rows: tuple[PublishedTime, ...] = published.MEASUREMENTS) -> list[Checked]:
-    """Compare every published measurement with our kernel of that shape, on its grid, or on the faster of two if that
-    is not known.
+    """Compare each published measurement with our kernel of that shape, on the published grid. If the grid is unknown,
+    on the faster of two.
 
-    If a published kernel sends only a share of our bytes (`PublishedTime.share`), the links are as much faster here.
+    If a published kernel sends only a share of our bytes (`PublishedTime.share`), the model's links are faster in
+    proportion.
     """
     checked = []
     for row in rows:
@@ -191,7 +193,8 @@ def check(rows: tuple[PublishedTime, ...] = published.MEASUREMENTS) -> list[Chec
 
 
 def agreement(gpu: str = "h100", world_size: int = 8, sizes: str = "1K,4K,16K,64K,256K,1M,8M,64M") -> tuple[int, int]:
-    """(sizes at which `kernel_time`, which counts bytes, hops and barriers, has the same fastest all-reduce, sizes)."""
+    """(number of sizes at which `kernel_time`, the model that counts bytes, has the same fastest all-reduce, number of
+    sizes)."""
     machine = MACHINES[gpu]
     best = [row for row in forecast(gpu, world_size, "all_reduce", sizes, "graph").rows if row.best]
     same = 0
@@ -203,7 +206,7 @@ def agreement(gpu: str = "h100", world_size: int = 8, sizes: str = "1K,4K,16K,64
 
 
 def report(rows: list[Checked]) -> list[str]:
-    """The table of `rows` from `check`, and how often the model that counts bytes has the same fastest kernel."""
+    """A table of the `rows` from `check`, and how often the model that counts bytes has the same fastest kernel."""
     lines = kernel_time.report(rows)
     lines[0] = f"# {_LABEL}; 'measured' is others' hardware and kernels; * gave a constant"
     same, sizes = agreement()

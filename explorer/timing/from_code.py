@@ -1,6 +1,7 @@
-"""The time of a call from the compiled kernel: its code is executed with a clock per warp, over modelled links.
+"""The modelled time of a call, from its compiled kernel: the code is executed with a clock per warp, over modelled
+links.
 
-    time = boundary between kernels + critical path, of a dependent launch from its wait
+    time = boundary between kernels + critical path (of a dependent launch: from its wait on)
 
 A short message is executed as it is. A long one is executed for a few rounds of each block's tiles or a few chunks. Its
 steady state is extrapolated linearly, because all rounds cost the same, and so do all chunks. If a chunk has many
@@ -25,24 +26,24 @@ from tricomm.perf.cost_model.kernel_time import TimeShares
 from tricomm.perf.cost_model.machines import LATENCIES, MachineSpec
 from tricomm.policy import launch_shapes
 
-# Executed at most. The first four rounds of small tiles are on their way at once; the fifth waits for the links.
+# Most rounds to execute. The first four rounds of small tiles overlap; the fifth waits for the links.
 _MOST_ROUNDS, _MOST_CHUNKS = 8, 3
 _WIDE, _LONG = LaunchShape(64, 8, 512), 256 << 10
 
 
 class UnknownChunks(TricommError):
-    """A kernel divides a call into chunks in another way than this model."""
+    """A kernel does not divide a call into chunks as this model does."""
 
 
 @dataclass(frozen=True)
 class CodeTime:
-    """A call modelled from its code. `parts` are microseconds by `warp_clock.PARTS`, without the boundary.
+    """The modelled time of a call. `parts` are microseconds by `warp_clock.PARTS`, without the boundary.
 
-    in_flight, allows_gbs  most payload bytes in flight to the SMs of a GPU at once; the bandwidth that they allow.
+    in_flight, allows_gbs  most payload bytes in flight to the SMs of a GPU at once, and the bandwidth that these allow.
     executed               the fraction of the message that was executed.
-    chunks, barriers       of the call; `more_barriers`: barriers of one more chunk, None if there is only one.
+    chunks, barriers       of the call; `more_barriers`: barriers of one more chunk, None if there is one chunk.
     chain                  round trips to memory before the first push (`TimedCall`).
-    shares                 the time by its limits, the boundary included.
+    shares                 microseconds of the time by limit, including the boundary.
     """
 
     shape: LaunchShape
@@ -63,7 +64,7 @@ class CodeTime:
 
 
 def policy_shape(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> LaunchShape:
-    """The grid that a communicator would launch without a tuned table."""
+    """The launch shape that a communicator without a tuned table would use."""
     choice = kernel_time.choice(machine, kernel, world_size, nbytes)
     dependent = machines.is_dependent(machine, world_size, choice.blocks)
     return LaunchShape(choice.blocks, choice.warps, choice.block, choice.registers, dependent)
@@ -77,7 +78,7 @@ def predict(
     shape: LaunchShape | None = None,
     arena_bytes: int | None = None,
 ) -> CodeTime:
-    """One call of `nbytes` of float32 input a rank, in a graph. A `shape` of None is the policy's, and
+    """The time of a call with `nbytes` of float32 input per rank, in a graph. A `shape` of None is the policy's, and
     `arena_bytes` of None the default."""
     shape = shape or policy_shape(machine, kernel, world_size, nbytes)
     kind = kernel.kind
@@ -94,7 +95,7 @@ def predict(
 
 
 def _aligned(elements: int) -> int:
-    """`elements`, or up to three fewer: the timed variants are those for rows at multiples of 16 bytes."""
+    """`elements`, or up to three fewer, because the timed variants are those for rows of a multiple of 16 bytes."""
     return elements - elements % 4 if elements > 4 else elements
 
 
@@ -102,7 +103,8 @@ Call = Callable[[int, float, Layout], TimedCall]  # executes (chunks, rounds of 
 
 
 def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> CodeTime:
-    """A call of `elements` (in the unit of `cut.round`), extrapolated from the parts of it that `call` executes."""
+    """The time of a call of `elements` (in the unit of `cut.round`), extrapolated from shorter calls that `call`
+    executes."""
     chunks, rounds = cut.chunks, elements / cut.round
     if rounds <= _MOST_ROUNDS or (1 < chunks <= _MOST_CHUNKS and rounds <= _MOST_CHUNKS * _MOST_ROUNDS):
         last = call(chunks, rounds / chunks, cut.plan)
@@ -151,16 +153,18 @@ def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> 
 
 
 def _split(parts: tuple[float, ...], barriers: float) -> tuple[float, float, float]:
-    """Microseconds of (everything else, waiting for links, barriers); the latter should take about `barriers`."""
+    """Microseconds as (everything else, waiting for links, barriers). Barriers should take about `barriers`
+    microseconds."""
     waits = parts[FENCE] + parts[HOP] + parts[POLL]
     fences = min(waits, max(parts[FENCE], barriers)) if barriers else 0.0
     return sum(parts) - parts[WIRE] - fences, parts[WIRE], fences
 
 
 def instructions(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> float:
-    """Machine instructions of a thread for 16 bytes of a rank's input, outside of polls, by the model's count.
+    """The model's number of machine instructions that a thread executes, outside of polls, per 16 bytes of a rank's
+    input.
 
-    In the steady state if a block has several tiles, else of the whole call.
+    In the steady state if a block has several tiles, otherwise in the whole call.
     """
     kind, shape = kernel.kind, policy_shape(machine, kernel, world_size, nbytes)
     elements = max(1, nbytes // 4 // kind.rows_in(world_size))
@@ -169,24 +173,24 @@ def instructions(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: 
     sizes = [int(most * cut.round), int(most / 2 * cut.round) if most >= 2 else 0]
     issued = [_call(machine, kernel, world_size, n, cut.shape, False, cut.plan, 1).issued for n in sizes if n]
     more = issued[0] - sum(issued[1:])
-    # An instruction of a warp covers 32 threads, so 512 bytes.
+    # An instruction of a warp is one for 32 threads, so for 512 bytes.
     return cut.shape.blocks * more * 512 / (4 * kind.rows_in(world_size) * (sizes[0] - sizes[1]))
 
 
 def _continued(base: TimedCall, *lines: tuple[TimedCall, TimedCall, float]) -> tuple[float, ...]:
-    """The parts of `base`, plus for each line `times` the difference between the longer and the shorter call."""
+    """The parts of `base` plus, for each of `lines`, `times` the difference between the longer and the shorter call."""
     parts, whole = list(base.parts), base.time_us
     for shorter, longer, times in lines:
         parts = [p + max(0.0, b - a) * times for p, a, b in zip(parts, shorter.parts, longer.parts, strict=True)]
         whole += max(0.0, longer.time_us - shorter.time_us) * times
-    # Time may move between parts as a call gets longer; only the sum grows linearly.
+    # Time may move between parts when a call gets longer. Only the sum grows linearly.
     return tuple(part * whole / sum(parts) for part in parts)
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a call is divided: `chunks`, each of `rounds` (a tile of each block) of `round` elements. A chunk may have
-    `most` rounds. `shape` has no more blocks than there are tiles."""
+    """How a call is divided: `chunks`, each of `rounds` rounds. A round is a tile of each block, with `round` elements
+    in all. A chunk has at most `most` rounds. `shape` has no more blocks than there are tiles."""
 
     shape: LaunchShape
     plan: Layout
@@ -196,7 +200,7 @@ class Division:
     most: float
 
     def shorter(self, rounds: int) -> Layout:
-        """An arena whose chunks have only `rounds` rounds."""
+        """An arena in which chunks have only `rounds` rounds."""
         names = ("ll_buffer", "wide_buffer", "simple_buffer")
         return replace(self.plan, **{name: int(getattr(self.plan, name) * rounds / self.most) for name in names})
 
@@ -241,9 +245,9 @@ def _call(
 def tuned(
     machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int, shape: LaunchShape | None = None
 ) -> CodeTime:
-    """`predict` for a published call, with its `shape`. If that is None: the faster of the policy's grid and, for long
-    messages, a wide one that a tuner would find. The buffers are twice ours, because others divide calls into fewer
-    chunks."""
+    """`predict` for a published call, with its `shape`. If it is None: the faster of the policy's grid and, for long
+    messages, a larger grid that a tuner would find. The buffers are twice our default, because other libraries divide
+    calls into fewer chunks."""
     shapes = [shape or replace(policy_shape(machine, kernel, world_size, nbytes), dependent=False)]
     if shape is None and nbytes > _LONG:
         shapes.append(_WIDE)

@@ -1,7 +1,7 @@
 """The cost of a PTX instruction for a warp: issue slots of its scheduler, and cycles until its result can be used.
 
-A GPU does not run PTX: ptxas drops moves and widening conversions, and splits 64-bit integers into pairs. The table
-follows the machine code for Volta and later (`tricomm kernels --sass` shows it).
+A GPU does not run PTX: ptxas removes moves and widening conversions, and splits 64-bit integers into pairs. The table
+is based on the machine code for Volta and later (`tricomm kernels --sass` shows it).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tricomm.perf.cost_model.machines import Latencies
 
 _ORDERED = frozenset("st atom red bar barrier fence membar bra ret exit cp nanosleep".split())
 _FREE = ("mov", "cvta", "ld.param", "griddepcontrol", "pmevent")
-# Opcode -> (slots, latency in units of a 32-bit addition's).
+# By opcode: (slots, latency in units of the latency of a 32-bit addition).
 _SLOW = {
     **dict.fromkeys(("div", "rem"), (8, 8.0)),
     "sqrt": (4, 6.0),
@@ -29,7 +29,8 @@ _SLOW = {
 
 @dataclass(frozen=True, slots=True)
 class InstructionCost:
-    """`slots` to issue; `latency` in microseconds until its result can be used; registers by their numbers.
+    """The cost of an instruction: issue `slots`, and `latency`, the microseconds until its result can be used.
+    Registers are given by numbers.
 
     `ordered`: no later instruction is issued before it. `shared`: it accesses shared memory.
     """
@@ -43,7 +44,8 @@ class InstructionCost:
 
 
 def cost(instruction: Instruction, times: Latencies) -> tuple[int, float]:
-    """(slots, cycles); for a global access without the latency of memory, which depends on the address."""
+    """(slots, cycles) of an instruction. For a global access, without the latency of memory, which depends on the
+    address."""
     opcode, modifiers = instruction.opcode, instruction.modifiers
     if opcode in _FREE or (opcode == "ld" and "param" in modifiers):
         return 0, 0.0
@@ -67,9 +69,9 @@ def cost(instruction: Instruction, times: Latencies) -> tuple[int, float]:
 
 
 class KernelCosts:
-    """The costs of a kernel's instructions; the `index` of each, `starts` of its basic blocks, and which blocks poll.
+    """The costs of a kernel's instructions, the `index` of each, the `starts` of basic blocks, and which blocks poll.
 
-    `machine_instructions` is the number in the machine code, to which the sum of the slots is scaled; None: not scaled.
+    The sum of the slots is scaled to `machine_instructions`, the number in the machine code. None: it is not scaled.
     """
 
     def __init__(self, kernel: PtxKernel, times: Latencies, machine_instructions: int | None = None) -> None:
@@ -88,7 +90,7 @@ class KernelCosts:
         self.index = {id(i): n for n, i in enumerate(kernel.instructions)}
         self.starts = [block.start for block in self.flow.blocks]
         self.ends = [block.end for block in self.flow.blocks]
-        # For each block the innermost loop that polls: it has a strong load, and no loop inside it has one.
+        # For each block the innermost loop that polls: it has a strong load, and no loop within it has one.
         self.polling: list[int | None] = [None] * len(self.starts)
         for number, loop in enumerate(self.flow.loops):  # inner loops first
             inside = [

@@ -1,4 +1,4 @@
-"""The bytes that accesses of a warp move, and those that loads have in flight at once."""
+"""The bytes that a warp's accesses move, and the bytes that its loads have in flight at once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SECTOR = 5  # log2 of the bytes of a sector, the smallest transfer
 
 
 def moved(access: ThreadAccess, chosen: Array | None = None) -> float:
-    """Bytes that a warp's access moves: whole sectors of 32 bytes, each once."""
+    """The bytes that a warp's access moves: whole sectors of 32 bytes, each counted once."""
     return float(len(granules(access, _SECTOR, chosen)) << _SECTOR)
 
 
 def granules(access: ThreadAccess, bits: int, chosen: Array | None = None) -> Any:
-    """Indices of the aligned pieces of 1 << `bits` bytes that an access touches."""
+    """The indices of the aligned pieces of 1 << `bits` bytes that an access touches."""
     addresses = access.addresses if chosen is None else access.addresses[chosen]
     low = int(addresses[0])
     steps = np.diff(addresses)
@@ -32,7 +32,7 @@ def granules(access: ThreadAccess, bits: int, chosen: Array | None = None) -> An
 
 @dataclass
 class LoadsInFlight:
-    """Loads of one basic block, which overlap. `most` bytes were in flight at once, `total` in all."""
+    """The loads of one basic block, which overlap. At most `most` bytes were in flight at once; `total` in all."""
 
     most: float = 0.0
     total: float = 0.0
@@ -51,5 +51,5 @@ class LoadsInFlight:
 
     @property
     def latency(self) -> float:
-        """Mean microseconds that a byte is in flight."""
+        """The mean microseconds for which a byte is in flight."""
         return self._waited / self.total

@@ -1,6 +1,6 @@
-"""A launch of a shipped kernel as a GPU would get it: the launch path, over a driver that only records it.
+"""Records the launch of a shipped kernel as a GPU would get it: the launch path runs over a driver that only records.
 
-So the model executes exactly what is launched, parameters included.
+So the model executes exactly what is launched, with the same parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tricomm.kernels.launch.compiler import ptx_of
 
 
 class Recorder:
-    """An executor that records launches and ends each at once."""
+    """An executor that records launches, and ends each launch at once."""
 
     def __init__(self) -> None:
         self.launches: list[KernelLaunch] = []
@@ -44,7 +44,7 @@ class RecordingGpu:
         group: tuple[Any, ...],
         arguments: tuple[Any, ...],
     ) -> KernelLaunch:
-        """The launch that `make_launcher` makes of a kernel with aligned tensors; raises what that raises.
+        """The launch that `make_launcher` makes of a kernel with aligned tensors. Raises what `make_launcher` raises.
 
         `arguments` are passed to its `run`.
         """

@@ -1,6 +1,6 @@
-"""The time of a fused all-reduce from its compiled code, as `from_code` for a plain one.
+"""The modelled time of a fused all-reduce from its compiled code, as `from_code` for a plain one.
 
-A block takes whole rows, so a round is a row of each block. Long calls are executed in part, by the same rules.
+A block processes whole rows, so a round is a row of each block. Long calls are executed in part, by the same rules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def predict(
     dtype: torch.dtype,
     shape: LaunchShape | None = None,
 ) -> CodeTime:
-    """One call of `rows` rows a rank, in a graph, tensors in L2. `shape` None: the policy's.
+    """The time of a call with `rows` rows per rank, in a graph, with tensors in L2. A `shape` of None is the policy's.
 
     Raises `InvalidArgument` if the kernel does not take such rows.
     """
@@ -63,7 +63,7 @@ def run(
     shape: LaunchShape | None,
     plan: Layout,
 ) -> TimedCall:
-    """One call of `rows` rows, in arenas of `plan`."""
+    """Execute a call of `rows` rows, in arenas with the layout `plan`."""
     bound = _bound(machine, kernel, world_size, rows, form, dtype, shape)
     arenas = TimedArenas(world_size, plan, 0, 0, False)
     calls = [
@@ -100,6 +100,6 @@ def _bound(
 
 
 def _pitch(bound: RowLaunch) -> int:
-    """Words of a mailbox that a row, or a shard of one, takes."""
+    """The number of words of a mailbox that a row, or a shard of a row, takes."""
     pitch: int = specialized(("SPEC",), bound.constexprs)["SPEC"].PITCH
     return pitch

@@ -1,7 +1,7 @@
-"""One call of a shipped kernel, compiled, on all ranks: arenas as a communicator lays them out, and one block a rank.
+"""Executes one call of a shipped, compiled kernel on all ranks: arenas like a communicator's, and one block per rank.
 
 The blocks of a grid do the same work: each has its own tiles and headers, and its share of the links. So only block 0
-of each rank is executed, which does most: it also keeps the epochs of blocks that the grid lacks.
+of each rank is executed. It has the most work, because it also writes the epochs of blocks that the grid lacks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tricomm.perf.cost_model.machines import LATENCIES, MachineSpec
 from tricomm.policy.launch_shapes import MOST_REGISTERS
 
 DTYPE = DTYPES["float32"]
-_EPOCH = 6  # any but the first: a call has usually had others before it
+_EPOCH = 6  # not the first, because there usually were calls before
 _PAGE = 4096
-_MULTICAST, _INPUTS = 1 << 60, 1 << 61  # addresses outside of all memory
-CALL = 1 << 32 | 1  # number of the call
+_MULTICAST, _INPUTS = 1 << 60, 1 << 61  # addresses that are in no memory
+CALL = 1 << 32 | 1  # the number of the call
 
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """Blocks, warps of a block, words of a tile, registers of a thread; few registers mean a kernel's compact form.
-    `dependent`: it is a dependent launch."""
+    """The shape of a launch: blocks, warps of a block, words of a tile, registers of a thread. Few registers stand for
+    the compact form of a kernel. `dependent`: it is a dependent launch."""
 
     blocks: int
     warps: int
@@ -51,15 +51,15 @@ class LaunchShape:
 
 @dataclass(frozen=True)
 class TimedCall:
-    """A call by one block of each rank.
+    """A timed call, by one block of each rank.
 
-    parts       microseconds of the critical path by `warp_clock.PARTS`; launch not included.
-    in_flight   most payload bytes that the block's loads had in flight, in the loop that allows the least bandwidth.
+    parts       microseconds of the critical path by `warp_clock.PARTS`, without the launch.
+    in_flight   most payload bytes that the block's loads had in flight, in the loop with the least possible bandwidth.
     latency     mean microseconds of such a load.
     chain       round trips to memory before the first push, by data and in order (`LoadChain`).
-    moved       bytes of payload to and from peers, of the rank with the most; `headers`: bytes of control words.
+    moved       bytes of payload to and from peers, for the rank with the most; `headers`: bytes of control words.
     barriers    barriers of all ranks, counted as system fences; `epochs`: the epochs that the call took.
-    issued      machine instructions of the block's warps outside of polls, by the model's count.
+    issued      the model's number of machine instructions of the block's warps outside of polls.
     """
 
     parts: tuple[float, ...]
@@ -78,7 +78,7 @@ class TimedCall:
 
 
 def constexprs(kernel: Kernel, world_size: int, shape: LaunchShape) -> dict[str, object]:
-    """The constexprs that a communicator binds to a kernel for aligned float32."""
+    """The constexprs to which a communicator binds a kernel for aligned float32."""
     element, op = reduction(DTYPE, "sum")
     return {
         **kernel.fixed,
@@ -123,8 +123,9 @@ class TimedArenas:
             self.tables[rank][:world_size], self.tables[rank][world_size] = _addresses(self.inputs), _INPUTS
 
     def new(self, nbytes: int, rank: int, name: str, cold: bool = False, head: int = 0) -> torch.Tensor:
-        """Words of a rank's memory, all 0. `head`: bytes of it that hold no payload; `cold`: it is not in L2."""
-        raw = np.zeros(nbytes // 8 + 512, "u8")  # pages that nothing touches cost nothing
+        """Allocate words of a rank's memory, all 0. `head`: its first bytes, which hold no payload; `cold`: it is not
+        in L2."""
+        raw = np.zeros(nbytes // 8 + 512, "u8")  # pages that are not accessed cost nothing
         self._kept.append(raw)
         skipped = -raw.ctypes.data % _PAGE // 8
         base, nbytes = raw.ctypes.data + 8 * skipped, max(nbytes, 8)
@@ -146,13 +147,13 @@ class TimedArenas:
         table[layout.POSITION] = table[layout.QUAD_RANK] = rank % 4
 
     def group(self, rank: int) -> tuple[Any, ...]:
-        """The group argument of that rank's kernel."""
+        """The group argument of the kernel of rank `rank`."""
         arena = self.arenas[rank]
         return layout.group_argument(arena, arena[: layout.HEADERS // 8].tolist(), len(self.arenas))
 
     @property
     def epochs(self) -> int:
-        """Epochs that have passed."""
+        """The number of epochs that have passed."""
         return int(self.arenas[0][layout.EPOCHS]) - _EPOCH
 
 
@@ -169,8 +170,8 @@ def run(
     plan: layout.Layout,
     cold: bool,
 ) -> TimedCall:
-    """One call of `elements` 32-bit elements a row, also of a kernel of uneven rows. `cold`: tensors are in memory, not
-    in L2."""
+    """Execute a call of `elements` 32-bit elements per row, also for a kernel of uneven rows. `cold`: tensors are in
+    memory, not in L2."""
     if kernel.multicast:
         machine = replace(machine, kernels=machine.multicast)
     kind, words = kernel.kind, -(-elements // 2)
@@ -195,21 +196,22 @@ def run(
 
 
 def words_of_tile(kernel: Kernel, world_size: int, tile: int) -> int:
-    """64-bit words of a row that a block moves at a time, with a tile of each shard."""
+    """The number of 64-bit words of a row that a block moves at a time, with a tile of each shard."""
     divided = 1 if kernel.shards is None else kernel.shards or world_size
     return layout.tile_words(kernel.protocol, tile) * divided
 
 
 def busy(tiles: float, blocks: int) -> float:
-    """The mean number of blocks at work until block 0 ends. In its last round it may have the links' share of others
-    that have none of the `tiles` left."""
+    """The mean number of blocks at work until block 0 ends. In its last round, block 0 may also have the share of the
+    links of blocks that have none of the `tiles` left."""
     return max(1.0, tiles / max(1, math.ceil(tiles / blocks)))
 
 
 def executed(
     machine: MachineSpec, arenas: TimedArenas, blocks: float, launch: Callable[[RecordingGpu, int], KernelLaunch]
 ) -> TimedCall:
-    """Execute block 0 of each rank's kernel, which `launch(gpu, rank)` launches. `blocks` share the links (`busy`)."""
+    """Execute block 0 of each rank's kernel, which `launch(gpu, rank)` launches. `blocks` blocks share the links
+    (`busy`)."""
     gpu, times = recorded_launch.gpu(machine.target), LATENCIES[machine.name]
     started = []
     for rank in range(len(arenas.arenas)):

@@ -1,4 +1,4 @@
-"""The queues of bytes between an SM, its GPU's links and its memory; each serves requests one after another."""
+"""Queues of bytes between an SM, its GPU's links, and memory. Each queue serves one request after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REQUEST, _PACKET = 16, 128
 
 
 class ByteQueue:
-    """Carries `rate` bytes a microsecond."""
+    """A queue that carries `rate` bytes per microsecond."""
 
     __slots__ = ("free", "rate")
 
@@ -21,14 +21,14 @@ class ByteQueue:
         self.rate, self.free = rate, 0.0
 
     def carries(self, nbytes: float, now: float) -> float:
-        """The time at which the last of `nbytes` that arrive at `now` is through."""
+        """Carry `nbytes` that arrive at time `now`; returns the time at which the last byte has passed."""
         self.free = max(self.free, now) + nbytes / self.rate
         return self.free
 
 
 @dataclass
 class RankQueues:
-    """The queues of a rank's one executed block, with its share of links and memory, which `blocks` blocks use."""
+    """The queues of a rank's executed block, which has its share of the links and memory that `blocks` blocks use."""
 
     machine: MachineSpec
     times: Latencies
@@ -48,31 +48,32 @@ class RankQueues:
 
     @property
     def one_way(self) -> float:
-        """Microseconds from a store until it is in the peer's L2: a hop without the poll that sees it."""
+        """Microseconds from a store until it is in the peer's L2: a hop without the poll that reads it."""
         return max(self.machine.hop - self.times.us(self.times.l2), 0.1)
 
     @property
     def fence(self) -> float:
-        """Microseconds of a system fence with no store in flight: a barrier without its hop and its last poll."""
+        """Microseconds of a system fence without stores in flight: a barrier without its hop and its last poll."""
         return max(self.machine.barrier - self.machine.hop - self.times.us(self.times.l2), 0.0)
 
     def sends(self, peer: RankQueues, nbytes: float, now: float) -> tuple[float, float]:
-        """(when a store of `nbytes` is in the peer's memory, when its last byte is through all queues).
+        """Send a store of `nbytes`: (the time at which it is in the peer's memory, when its last byte has passed all
+        queues).
 
-        Of a partly written sector only these bytes count, because it is sent with a byte mask.
+        Of a partly written sector only the written bytes count, because it is sent with a byte mask.
         """
-        # The bytes pass all queues of their path at once; each queue serves stores in the order of their issue.
+        # The bytes pass all queues of their path at once. Each queue serves stores in the order of their issue.
         through = max(queue.carries(nbytes, now) for queue in (self.port_out, self.egress, peer.ingress))
         return through + self.one_way, through
 
     def multicasts(self, peers: Sequence[RankQueues], nbytes: float, now: float) -> list[tuple[float, float]]:
-        """`sends` for a store that the switch copies to all `peers`, this rank among them: it leaves this GPU once."""
+        """`sends` for a store that the switch copies to all `peers`, including this rank. It leaves this GPU once."""
         left = max(queue.carries(nbytes, now) for queue in (self.port_out, self.egress))
         came = [max(left, peer.ingress.carries(nbytes, now)) for peer in peers]
         return [(through + self.one_way, through) for through in came]
 
     def reduces(self, peers: Sequence[RankQueues], nbytes: float, now: float) -> float:
-        """`fetches` for a load that the switch reduces over all `peers`: only the sum uses this GPU's links."""
+        """`fetches` for a load that the switch reduces over all `peers`. Only the sum uses this GPU's links."""
         left = max(peer.egress.carries(nbytes, now) for peer in peers)
         through = max(left, *(queue.carries(nbytes, now) for queue in (self.ingress, self.port_in)))
         return through + 2 * self.one_way + self.times.us(self.times.l2)

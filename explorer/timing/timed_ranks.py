@@ -1,7 +1,7 @@
-"""Blocks of all ranks on the PTX machine, in the order of their warps' clocks: a discrete-event simulation.
+"""Runs blocks of all ranks on the PTX machine, in the order of their warps' clocks: a discrete-event simulation.
 
 Each warp runs until its next access to global memory and continues when no other event is earlier. A store to a peer is
-performed when it arrives. So a poll sees what has arrived by its own clock, and loops as often as on a GPU.
+performed when it arrives. So a poll reads what has arrived at its warp's time, and loops as often as on a GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tricomm.explorer.timing.warp_clock import HOP, POLL, WIRE, BarrierJoin, Pat
 from tricomm.perf.cost_model.machines import Latencies
 
 HOST = -1
-_LINE, _GRANULE = 7, 9  # log2 of bytes: a line of L1, the granularity of recorded arrivals
+_LINE, _GRANULE = 7, 9  # log2 of the bytes of a line of L1, and of the granularity of recorded arrivals
 _BARRIER_CYCLES = 20.0
-_INVALIDATE_CYCLES = 30.0  # CCTL.IVALL after an acquire
+_INVALIDATE_CYCLES = 30.0  # of CCTL.IVALL after an acquire
 
 
 class OwnedMemory(NamedTuple):
-    """Memory from `base`: of a rank, or of the host. `cold`: not in L2 when a call begins. `control`: no payload."""
+    """Memory of a rank or the host, from `base`. `cold`: not in L2 when a call begins. `control`: no payload."""
 
     base: int
     nbytes: int
@@ -42,11 +42,11 @@ class OwnedMemory(NamedTuple):
 
 
 class StepsExceeded(TricommError):
-    """A simulation went on for longer than any call takes."""
+    """A simulation has more events than any call needs."""
 
 
 class Events:
-    """Events in order of time."""
+    """The pending events, in order of time."""
 
     MOST = 20_000_000
 
@@ -75,10 +75,10 @@ class Events:
 
 @dataclass
 class TimedRank:
-    """The state that the warps of a rank's block share.
+    """The state that is common to the warps of a rank's block.
 
-    chain    of their shared memory (`LoadChain`)
-    written  bytes of payload stored to peers; `read`: loaded from them; `headers`: of control words, in both directions
+    chain    the chain of their shared memory (`SharedChain`)
+    written  bytes of payload stored to peers; `read`: loaded from peers; `headers`: bytes of control words, both ways
     """
 
     rank: int
@@ -99,7 +99,7 @@ class TimedRank:
 
 
 class TimedRanks:
-    """One block of each rank. `places` tell which rank an address belongs to."""
+    """One block of each rank. `places` tells which rank an address belongs to."""
 
     def __init__(self, costs: KernelCosts, queues: list[RankQueues], places: list[OwnedMemory]) -> None:
         self.costs, self.events = costs, Events()
@@ -114,7 +114,7 @@ class TimedRanks:
         return self.places[bisect_right(self._bases, address) - 1]
 
     def run(self, blocks: list[BlockState]) -> None:
-        """The block of each rank, to its end. Raises what a unit raises, and `StepsExceeded`."""
+        """Run the block of each rank to its end. Raises `StepsExceeded`, and what a unit raises."""
         errors: list[BaseException] = []
         for rank, block in enumerate(blocks):
             for unit in block.units:
@@ -136,7 +136,7 @@ class TimedRanks:
             raise errors[0]
 
     def scarcest(self) -> LoadsInFlight | None:
-        """Of the basic blocks that load a tenth of a rank's payload or more, the one that allows least bandwidth."""
+        """The loads with the least bandwidth, of the basic blocks that load a tenth of a rank's payload or more."""
         candidates = []
         for state in self.states:
             total = sum(loads.total for loads in state.loads.values())
@@ -144,27 +144,27 @@ class TimedRanks:
         return min(candidates, key=lambda loads: loads.most / loads.latency, default=None)
 
     def chain(self) -> tuple[int, int] | None:
-        """Round trips to memory before the first push, by data and in order (`LoadChain`), each of the warp with the
+        """Round trips to memory before the first push, by data and by order (`LoadChain`), each for the warp with the
         most; None if no rank pushes."""
         pushes = [clock.first_push for clocks in self.clocks for clock in clocks if clock.first_push is not None]
         return (max(data for data, _ in pushes), max(order for _, order in pushes)) if pushes else None
 
     def system_fences(self) -> int:
-        """The system fences that a warp has passed, of the warp with the most."""
+        """The number of system fences that a warp has passed, for the warp with the most."""
         return max(clock.system_fences for clocks in self.clocks for clock in clocks)
 
     def issued(self) -> float:
-        """Machine instructions of all warps of a rank's block outside of polls, of the rank with the most."""
+        """The number of machine instructions of a block's warps, outside of polls, for the rank with the most."""
         return max(sum(clock.issued for clock in clocks) for clocks in self.clocks)
 
     def path(self) -> list[float]:
-        """Microseconds by part of the path to the last warp's end."""
+        """The critical path to the end of the last warp, in microseconds by part."""
         last = max((clock for clocks in self.clocks for clock in clocks), key=lambda clock: clock.time)
         return last.path.ended(last.time)
 
 
 class WarpSurroundings:
-    """The `Surroundings` of one warp, which turn its accesses and barriers into times."""
+    """The `Surroundings` of one warp. They turn its accesses and barriers into times."""
 
     def __init__(self, ranks: TimedRanks, state: TimedRank, clock: WarpClock) -> None:
         self.ranks, self.state, self.clock = ranks, state, clock
@@ -209,7 +209,7 @@ class WarpSurroundings:
             self.clock.stands(max(self.clock.time, there) + self._times.us(_INVALIDATE_CYCLES))
 
     def _by_switch(self, access: ThreadAccess, index: int) -> None:
-        """One access of a `multimem` instruction, which makes one for each rank in turn, but is issued once."""
+        """One access of a `multimem` instruction, which accesses each rank's memory in turn but is issued once."""
         state, peers = self.state, [each.queues for each in self.ranks.states]
         self._member = (self._member + 1) % len(peers)
         nbytes = moved(access)
@@ -275,7 +275,7 @@ class WarpSurroundings:
         self.state.loads.setdefault(block, LoadsInFlight()).add(nbytes, now, until)
 
     def _sees(self, access: ThreadAccess, index: int, now: float) -> None:
-        """A load that polls: if a store has arrived since its last look, the critical path becomes that store's."""
+        """A load that polls. If a store has arrived since the previous poll, the critical path becomes the store's."""
         clock, state = self.clock, self.state
         before = clock.looked.get(index)
         clock.looked[index] = now
@@ -320,7 +320,7 @@ class WarpSurroundings:
     def _goes(
         self, access: ThreadAccess, peer: TimedRank, arrival: float, through: float, chosen: Array | None
     ) -> None:
-        """Send a store on its way to a peer's memory."""
+        """Let a store arrive at a peer's memory later."""
         clock, state = self.clock, self.state
         state.acks = max(state.acks, arrival + state.queues.one_way)
         path = clock.path.copy()
@@ -344,14 +344,14 @@ class WarpSurroundings:
             self._fence(scope)
 
     def _fence_aliases(self) -> None:
-        """MEMBAR.SC.SYS in machine code: a system fence without the trip to a peer and back, which it takes only if
+        """An alias fence, MEMBAR.SC.SYS in machine code: a system fence, but with a trip to a peer and back only if
         stores are in flight."""
         state, clock, links, answer = self.state, self.clock, self.state.queues, self._times.us(self._times.l2)
         own = clock.time + max(links.fence - 2 * links.one_way, answer)
         clock.fence(max(own, max(state.local_acks, state.acks, state.host_acks) + answer))
 
     def _fence(self, scope: str) -> None:
-        """Wait until the scope's other threads can see all stores of the block, and L2 has answered."""
+        """Wait until the other threads of the scope can read all stores of the block, and L2 has answered."""
         if scope in ("cta", "cluster"):
             return
         state, clock, answer = self.state, self.clock, self._times.us(self._times.l2)
@@ -362,7 +362,7 @@ class WarpSurroundings:
             usual = clock.time + max(links.fence, 2 * links.one_way + answer)
             until = max(until, clock.time + links.fence, max(state.acks, state.host_acks) + answer)
             clock.fence(min(usual, until))
-            clock.fence(until, WIRE)  # bytes before it are still on the links
+            clock.fence(until, WIRE)  # earlier bytes are still on the links
         else:
             clock.fence(until)
 

@@ -1,4 +1,4 @@
-"""The clock of a warp: when each instruction is issued, and what the time was spent on."""
+"""The clock of a warp. It tells when each instruction is issued, and what the time was spent on."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from tricomm.explorer.timing.instruction_costs import InstructionCost, KernelCosts
 
 # Parts of a critical path's time.
-#   start  until the first store of payload to a peer, or the first load from one
-#   wire   bytes that wait for a link
-#   hop    a store on its way to a peer, or a load on its way there and back
-#   poll   from a store's arrival until the loop that polls for it is left
-#   fence  until earlier stores are visible to the fence's scope
-#   work   everything else before the last poll
-#   tail   everything else after it
+#   start  before the first store of payload to a peer, or the first load from a peer
+#   wire   waiting for a link
+#   hop    waiting for a store on its way to a peer, or for a load on its way there and back
+#   poll   from the arrival of a store until the loop that polls for it is left
+#   fence  waiting until earlier stores are visible to the fence's scope
+#   work   all other time before the last poll
+#   tail   all other time after the last poll
 PARTS = ("start", "wire", "hop", "poll", "fence", "work", "tail")
 START, WIRE, HOP, POLL, FENCE, WORK, TAIL = range(len(PARTS))
-SCHEDULERS = 4  # of an SM
+SCHEDULERS = 4  # warp schedulers of an SM
 
 
 class Path:
-    """The critical path to a clock's time: microseconds by part, which add up to the time."""
+    """The critical path that led to a clock's time: microseconds by part, which add up to that time."""
 
     __slots__ = ("label", "mark", "parts", "tail")
 
@@ -32,17 +32,17 @@ class Path:
         return Path(self.parts.copy(), self.mark, self.label, self.tail)
 
     def goes_on(self, now: float, label: int) -> None:
-        """Charge the time until `now` to the current label; from now on it is `label`."""
+        """Charge the time until `now` to the current label. Time after it is charged to `label`."""
         self.parts[self.label] += now - self.mark
         self.mark, self.label = now, label
 
     def adds(self, part: int, until: float) -> None:
-        """Charge the time from the mark to `until` to `part`."""
+        """Charge the time from the last charged moment to `until` to `part`."""
         self.parts[part] += until - self.mark
         self.mark = until
 
     def ended(self, now: float) -> list[float]:
-        """The parts of the whole path, with the work after the last poll as its tail."""
+        """The parts of the whole path. Work after the last poll is its tail."""
         path = self.copy()
         path.goes_on(now, WORK)
         path.parts[TAIL] = path.parts[WORK] - path.tail
@@ -52,19 +52,19 @@ class Path:
 
 @dataclass
 class SharedChain:
-    """The chain of a block's shared memory, as one location: a read depends on all earlier writes."""
+    """The load chain of a block's shared memory, as one location: a read depends on all earlier writes."""
 
     data: int = 0
     order: int = 0
 
 
 class LoadChain:
-    """The dependent round trips to memory of a warp's registers, by number, until its first push to a peer.
+    """For each register of a warp, the number of dependent round trips to memory, until the first push to a peer.
 
     A load that misses L1 is a round trip. It depends on an earlier one for one of two reasons:
 
     data     its address, or the address or value of the push, needs the earlier result.
-    order    an in-order instruction before it (a store, a branch, a barrier) needs the earlier result; `floor` is the
+    order    an in-order instruction before it (a store, a branch, a barrier) needs the earlier result. `floor` is the
              number by program order alone.
     """
 
@@ -75,7 +75,7 @@ class LoadChain:
         self._shared, self.floor = shared, 0
 
     def passes(self, cost: InstructionCost) -> None:
-        """Take in an instruction that computes, stores, or issues a load."""
+        """Update the chain for an instruction that computes, stores, or issues a load."""
         data, order = self.before(cost)
         if cost.shared:
             shared = self._shared
@@ -89,30 +89,30 @@ class LoadChain:
             self.floor = order
 
     def loads(self, cost: InstructionCost) -> None:
-        """Count a round trip for the load that the instruction, which has passed, has issued."""
+        """Count a round trip for the load of an instruction for which `passes` has been called."""
         for n in cost.writes:
             self._data[n] += 1
             self._order[n] += 1
 
     def before(self, cost: InstructionCost) -> tuple[int, int]:
-        """(round trips that the operands of an instruction depend on, those before it in order)."""
+        """The round trips before an instruction: (those that its operands depend on, those by program order)."""
         reads = cost.reads
         data = max((self._data[n] for n in reads), default=0)
         return data, max(self.floor, max((self._order[n] for n in reads), default=0))
 
 
 class WarpClock:
-    """`time` in microseconds. Instructions up to `at` have been issued.
+    """The clock of one warp: `time` in microseconds. Instructions up to `at` have been issued.
 
-    chain          of the warp's loads; None after the block's first push
-    first_push     `LoadChain.before` the warp's first push; None if there is none yet
+    chain          the chain of the warp's loads; None after the block's first push
+    first_push     `LoadChain.before` of the warp's first push; None before that push
     system_fences  number of fences at system scope that the warp has passed
-    issued         slots of its scheduler that it has taken outside of polls
+    issued         issue slots that the warp has taken outside of polls
     """
 
     def __init__(self, costs: KernelCosts, warps: int, cycle: float, shared: SharedChain) -> None:
         self._costs, self._table = costs, costs.costs
-        # The warps of a block go through the same code side by side and share its SM's schedulers.
+        # The warps of a block run the same code at the same time, and share the schedulers of the SM.
         self._slot = cycle * max(1.0, warps / SCHEDULERS)
         self._ready = [0.0] * costs.registers
         self.time = 0.0
@@ -120,17 +120,17 @@ class WarpClock:
         self.path = Path([0.0] * len(PARTS), 0.0, START)
         self.pushed = False
         self.polling: int | None = None
-        self.looked: dict[int, float] = {}  # in the present poll: instruction -> time of its last look
+        self.looked: dict[int, float] = {}  # in the present polling loop: the time of each instruction's last poll
         self.waited = -1.0  # arrival of the last store that this warp has polled for
-        self.fresh = False  # it has seen that store since the last barrier of its block
-        self._fetched = -1.0  # when the latest load from a peer comes
+        self.fresh = False  # True if it has read that store since the last barrier of its block
+        self._fetched = -1.0  # when the latest load from a peer arrives
         self.chain: LoadChain | None = LoadChain(costs.registers, shared)
         self.first_push: tuple[int, int] | None = None
         self.system_fences = 0
         self.issued = 0.0
 
     def enter(self, block: int) -> None:
-        """Finish the basic block before, and enter this one."""
+        """Finish the previous basic block, and enter block `block`."""
         costs = self._costs
         self._run(self._end)
         self._at, self._end = costs.starts[block], costs.ends[block]
@@ -148,7 +148,8 @@ class WarpClock:
             self.looked.clear()
 
     def issue(self, index: int) -> float:
-        """Run through instruction `index`; returns when it could be issued with its operands ready."""
+        """Run up to and including instruction `index`. Returns the time at which it is issued, with its operands
+        ready."""
         if not self._at <= index < self._end:
             return self.time
         self._run(index)
@@ -158,8 +159,9 @@ class WarpClock:
         return when
 
     def _run(self, end: int) -> None:
-        """The assembler moves an instruction of a basic block past later ones that do not need it. So a late operand
-        stalls the warp only if its reader cannot be moved: a store, a barrier, a fence or a branch."""
+        """Run the instructions before `end`. ptxas moves an instruction of a basic block past later ones that do not
+        need it. So a late operand stalls the warp only if its reader cannot be moved: a store, a barrier, a fence or a
+        branch."""
         ready, slot, time, chain = self._ready, self._slot, self.time, self.chain
         for cost in self._table[self._at : end]:
             start = time
@@ -186,7 +188,7 @@ class WarpClock:
             self.path.goes_on(min(self._fetched, until), label)
 
     def delivers(self, index: int, when: float, fetched: bool = False, near: bool = False) -> None:
-        """The data that instruction `index` loads is there at `when`; `fetched`: from a peer, `near`: from L1."""
+        """The data that instruction `index` loads arrives at time `when`. `fetched`: from a peer; `near`: from L1."""
         if self.chain is not None and not near:
             self.chain.loads(self._table[index])
         for n in self._table[index].writes:
@@ -195,29 +197,29 @@ class WarpClock:
             self._fetched = max(self._fetched, when)
 
     def stands(self, until: float) -> None:
-        """Nothing is issued before `until`."""
+        """Stall the warp: nothing is issued before `until`."""
         self.time = max(self.time, until)
 
     def depends(self) -> None:
-        """The wait of a dependent launch: all before it has overlapped with the kernel before, which takes longer."""
+        """The wait of a dependent launch. All before it has overlapped with the previous kernel, which takes longer."""
         self._ready = [min(ready, self.time) for ready in self._ready]
         self.path.mark = self.time
 
     def fence(self, until: float, part: int = FENCE) -> None:
-        """As `stands`, because of a fence."""
+        """Stall the warp until `until`, as `stands`, because of a fence."""
         label = self.path.label
         self.path.goes_on(self.time, part)
         self.stands(until)
         self.path.goes_on(self.time, label)
 
     def pushes(self, index: int) -> None:
-        """Instruction `index` is a store of payload to a peer, or a load from one."""
+        """Instruction `index` is a push: a store of payload to a peer, or a load of payload from a peer."""
         if self.chain is not None:
             self.first_push = self.chain.before(self._table[index])
         self.push()
 
     def push(self) -> None:
-        """The block has made its first push of payload."""
+        """Note that the block has made its first push."""
         self.pushed, self.chain = True, None
         if self.path.label == START:
             self.path.goes_on(max(self.time, self.path.mark), WORK)
@@ -229,7 +231,8 @@ class WarpClock:
 
 
 class BarrierJoin:
-    """Warps of a block at one barrier: all leave with the latest clock, and with the path that it depends on."""
+    """The warps of a block at one barrier. All leave it with the latest clock, and with the path that this clock
+    depends on."""
 
     __slots__ = ("time", "_floor", "_path", "_waited")
 
@@ -238,7 +241,8 @@ class BarrierJoin:
         self._path: Path | None = None
 
     def arrives(self, clock: WarpClock) -> None:
-        # The warp that polled until the latest store since the last barrier gives the path; if none did, the slowest.
+        # The warp that polled for the latest store since the last barrier determines the path; if none polled, the
+        # slowest.
         waited = clock.waited if clock.fresh else -1.0
         if (waited, clock.time) > (self._waited, self.time) or self._path is None:
             self._path, self._waited = clock.path.copy(), waited

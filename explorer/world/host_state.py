@@ -1,6 +1,6 @@
 """The state of a rank's host code: random numbers, torch's modes, and the tracing of its accesses to shared memory.
 
-Separate processes would each have their own. Here it is installed before a rank's host code runs, and removed after.
+Separate processes would each have a state of their own. Here a rank's state is installed while its host code runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tricomm.explorer.memory_model.regions import Array, Memory, Region
 
 
 class Hosts:
-    """Keeps each rank's state. `touched(rank, write, region, offsets, itemsize)`, if given, sees each access."""
+    """Keeps each rank's state. `touched(rank, write, region, offsets, itemsize)`, if given, is called for each
+    access."""
 
     def __init__(
         self,
@@ -32,12 +33,13 @@ class Hosts:
     ) -> None:
         self._states = [_seeded(seed * 64 + rank) for rank in range(world_size)]
         self._modes: dict[int, list[Any]] = {}
-        self._inference: dict[int, Any] = {}  # holds the caller's inference mode while the rank's, another one, rests
+        # by rank, while its host code does not run: sets the caller's inference mode, where the rank's differs
+        self._inference: dict[int, Any] = {}
         self._memory, self._touched = memory, touched
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Installs the state of a rank while its host code runs."""
+        """A context manager that installs the state of a rank while its host code runs."""
         outside, modes, inference = _State(), _taken(), torch.is_inference_mode_enabled()
         if rank in self._inference:
             grad_mode._exit_inference_mode(self._inference.pop(rank))
@@ -58,7 +60,8 @@ class Hosts:
 
 
 def _taken() -> list[Any]:
-    """Torch's function modes, which are taken off the stack. One whose handler runs is none: torch has taken it off."""
+    """Take torch's function modes off their stack and return them. Torch itself has taken off a mode whose handler
+    runs."""
     modes = list(_get_current_function_mode_stack())
     for _ in modes:
         _pop_mode()
@@ -71,7 +74,7 @@ def _put_back(modes: list[Any]) -> None:
 
 
 class _State:
-    """Random number generators, grad mode, autocast and default dtype, as they are now."""
+    """A copy of the present random number generators, grad mode, autocast and default dtype."""
 
     def __init__(self) -> None:
         self.torch, self.python, self.numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -104,7 +107,7 @@ _NO_DATA = ("empty", "new_", "zeros_like", "ones_like", "full_like", "rand_like"
 
 
 class _Watch(TorchDispatchMode):
-    """Reports every torch operation that reads or writes shared memory."""
+    """A mode that reports every torch operation that reads or writes shared memory."""
 
     def __init__(self, rank: int, memory: Memory, touched: Callable[[int, bool, Region, Array, int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -112,7 +115,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would import its compiler at the first operation, which takes seconds."""
+        """True, because torch would otherwise import its compiler at the first operation, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,7 +128,7 @@ class _Watch(TorchDispatchMode):
                 only_written = written and name.rstrip("_") in ("copy", "fill", "zero", "uniform", "normal", "random")
                 for tensor in tree_leaves(value):
                     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                        continue  # no tensor over shared memory
+                        continue  # not a tensor in shared memory
                     if tensor.device.type == "cpu" and tensor.numel():
                         self._tell(tensor, written, only_written)
         return func(*args, **kwargs)

@@ -1,4 +1,5 @@
-"""Checks the results of collectives: the inputs reduced in the documented order, and the same bits on all ranks."""
+"""Checks the results of collectives: they must be the inputs, reduced in the documented order, and have the same bits
+on all ranks."""
 
 from __future__ import annotations
 
@@ -17,28 +18,28 @@ from tricomm.topology.model import Topology
 
 _NOT_SHOWN = ("barrier", "all_to_all_v")
 _ONE_ORDER, _LAST_WRITE = "all ranks must reduce in one order", "look at the last write to that element"
-_FEWER = ("broadcast", "scatter")  # only the root's input counts
+_FEWER = ("broadcast", "scatter")  # collectives of which only the root's input counts
 
 
 @dataclass
 class ObservedCall:
-    """One collective: the input and the output of each rank."""
+    """One call of a collective: the input and the output of each rank."""
 
     collective: str
     op: str
     root: int
-    quads: Sequence[Sequence[int]] = ()  # the quads, if it runs over a hybrid cube mesh
-    wire: str = ""  # how it is quantised on the links
+    quads: Sequence[Sequence[int]] = ()  # the quads, if the collective runs over a hybrid cube mesh
+    wire: str = ""  # the quantisation on the links, if any
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Oracle:
-    """Collects the calls of one execution."""
+    """Collects the calls of one execution, and checks their results."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._calls: dict[int, ObservedCall] = {}  # by number
+        self._calls: dict[int, ObservedCall] = {}  # by number of the call
 
     def watched(
         self,
@@ -49,8 +50,8 @@ class Oracle:
         aborted: Callable[[], bool],
         in_order: Callable[[Callable[[], None]], None] = lambda look: look(),
     ) -> LaunchPlan:
-        """A `plan` that also shows this oracle every call that `rank` makes by it. After a call, `aborted`
-        says whether its output is undefined. `in_order(look)` calls `look` when all earlier launches have run."""
+        """A copy of `plan` that shows this oracle each call that `rank` makes by it. After a call, `aborted` tells if
+        its output is undefined. `in_order(look)` calls `look` when all earlier launches have run."""
         choice = plan.choice
         # A replay has its capture's call number; a fused kernel's output is not the sum alone.
         if request.collective in _NOT_SHOWN or plan.mode == "graph" or choice.fused:
@@ -77,7 +78,7 @@ class Oracle:
         return replace(plan, run=run)
 
     def findings(self) -> list[Finding]:
-        """The wrong results of the calls that all ranks have begun, on the ranks that have ended them."""
+        """The wrong results, on ranks that have ended a call, of calls that all ranks have begun."""
         wrong = []
         for sequence, call in sorted(self._calls.items()):
             if len(call.inputs) < self._world_size or not call.outputs:
@@ -106,19 +107,19 @@ def quads(topology: Topology | None, world_size: int) -> list[tuple[int, ...]]:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal to the last bit."""
+    """True if all bits are equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal as numbers; a NaN equals a NaN."""
+    """True if all numbers are equal. A NaN equals a NaN."""
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> str:
-    """A readable description of how two results differ."""
+    """A description of the difference between two results."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
     a, b = a.reshape(-1), b.reshape(-1)
@@ -130,8 +131,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def mismatched(results: dict[int, list[torch.Tensor]], identical: bool | None) -> list[Finding]:
-    """Results that differ from the first rank's. `identical=None`: only results that are equal except for rounding
-    are expected to be identical; others may be meant to differ between ranks."""
+    """The ranks' results that differ from the first rank's. `identical=None`: only results that are equal except for
+    rounding are expected to be identical, because others may be meant to differ between ranks."""
     if identical is False or not results:
         return []
     first, *others = results.items()

@@ -1,4 +1,4 @@
-"""Functions of other modules that have another meaning in the host code of a rank."""
+"""Replaces functions of other modules in the host code of a rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MISSING = object()
 
 
 class Patches(Generic[_T]):
-    """`table` gives, for each (owner, name), the function that a rank's host code finds there, made from `_T`.
+    """`table` has, for each (owner, name), a function that makes the replacement for a rank's host code from its `_T`.
 
-    Executions may run in several threads at once: the first one changes the owners, the last one restores them.
-    Outside of host code every function is the owner's. A class is replaced by one that calls the function
-    and of which objects with its name as `stands_for` are instances; a property is replaced by a property.
+    Executions may run in several threads at once. The first one changes the owners, the last one restores them. Outside
+    of host code the owners' functions are used. A class is replaced by a class that calls the function, and that has
+    objects with its name as `stands_for` as instances. A property is replaced by a property.
     """
 
     def __init__(self, table: Callable[[], Mapping[tuple[Any, str], Callable[[_T], Any]]]) -> None:
@@ -26,7 +26,8 @@ class Patches(Generic[_T]):
 
     @contextmanager
     def installed(self, current: Callable[[], _T | None]) -> Iterator[None]:
-        """Inside, `current()` is the state of the rank whose host code runs, or None."""
+        """A context manager that installs the patches. `current()` returns the state of the rank whose host code runs,
+        or None."""
         before = getattr(self._thread, "current", None)
         self._change(1)
         self._thread.current = current
@@ -37,7 +38,7 @@ class Patches(Generic[_T]):
             self._change(-1)
 
     def replacements(self) -> dict[int, Any]:
-        """While installed: the functions in the owners' place, by the ids of the owners' own."""
+        """While installed: the functions that replace the owners' functions, by the ids of these."""
         return {id(real): getattr(owner, name) for owner, name, real in self._real if real is not _MISSING}
 
     def _change(self, by: int) -> None:

@@ -1,4 +1,4 @@
-"""The lock of one rank's calls, among tasks that share a thread: a lock of threads would not tell them apart."""
+"""The lock of one rank's calls. Tasks share a thread, so a lock of threads would not tell them apart."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import greenlet
 
 
 class LockTurns(Protocol):
-    """The part of the scheduler that a lock needs."""
+    """The functions of the scheduler that a lock needs."""
 
     def refuse_strangers(self, rank: int) -> None: ...
 
 
 class TaskLock:
-    """As `threading.RLock`, for the host code of `rank`: nothing else gets it."""
+    """As `threading.RLock`, but only for the host code of `rank`."""
 
     def __init__(self, turns: LockTurns, rank: int) -> None:
         self._turns, self._rank = turns, rank
@@ -25,8 +25,8 @@ class TaskLock:
         return self._owner is greenlet.getcurrent()
 
     def acquire(self, blocking: bool = True, timeout: float = -1.0) -> bool:
-        self._turns.refuse_strangers(self._rank)  # before the call is announced, or anything is queued
-        if self._owner is not None and not self._is_owned():  # at the end of a task that did not release it
+        self._turns.refuse_strangers(self._rank)  # before the call is announced and before anything is enqueued
+        if self._owner is not None and not self._is_owned():  # when a task ends that did not release it
             return False
         self._owner = greenlet.getcurrent()
         self._times += 1

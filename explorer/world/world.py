@@ -1,7 +1,7 @@
-"""A world of ranks in one process: their control pages, memory and time. It has no thread.
+"""A world of ranks in one process: their control pages, memory and time. It runs no threads.
 
-Time stands still until no task can run; then it passes (`pass_time`). The monitors are those of any other group,
-except that they have no thread; they detect ranks that are dead, stopped or late.
+Time stands still until no task can run; then it passes (`pass_time`). The monitors are those of any other group, but
+without threads. They detect ranks that are dead, stopped or late.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from tricomm.store.control import ControlPage, Host, PackedDescriptor, RankSegme
 from tricomm.store.records import ExchangeMessage
 
 CPU = torch.device("cpu")
-_KEPT_BYTES = 1 << 28  # of closed handles
-_MULTICAST, _APART = 1 << 60, 1 << 46  # addresses that this process does not use
+_KEPT_BYTES = 1 << 28  # bytes of closed handles that stay mapped
+_MULTICAST, _APART = 1 << 60, 1 << 46  # addresses that are unused in this process
 
 
 class Turns(Protocol):
-    """The part of the scheduler that a rank's host code needs."""
+    """The functions of the scheduler that a rank's host code needs."""
 
     def wait(self, rank: int) -> None: ...
 
@@ -61,9 +61,8 @@ class Turns(Protocol):
 class World:
     """The state that the ranks of one execution share.
 
-    `run(rank, blocks, private)` runs a launch to its end. `planned(rank, request, plan)` returns the plan to keep for
-    the calls of `request`. `runtime(world, rank)` makes a rank's runtime, by default one with
-    interpreted kernels.
+    `run(rank, blocks, private)` runs a launch to its end. `planned(rank, request, plan)` returns the plan that is kept
+    for calls of `request`. `runtime(world, rank)` makes a rank's runtime. By default it interprets kernels.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class World:
             self.memory.add(Region("arena", rank, base, self.plan.nbytes, name, self.plan))
 
     def join(self, rank: int) -> Communicator:
-        """In a rank's host code: its communicator."""
+        """Called in a rank's host code: make its communicator."""
         comm = Communicator._over(
             self.controls[rank],
             self.arenas[rank],
@@ -127,7 +126,8 @@ class World:
         return comm
 
     def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, multicast: bool) -> SimulatedHandle:
-        """In a rank's host code: its part of the memory that all ranks ask for in the same order."""
+        """Called in a rank's host code: the rank's part of symmetric memory, for which all ranks ask in the same
+        order."""
         number = self._made[rank]
         self._made[rank] += 1
         if number not in self._opened:
@@ -143,8 +143,8 @@ class World:
         return self._opened[number][rank]
 
     def closed(self, rank: int, regions: list[Region], blocks: object) -> None:
-        """`rank` has closed a handle. Memory that all have closed stays mapped for a while, so that no new memory has
-        its addresses, and an access is seen."""
+        """`rank` has closed a handle. Memory that all ranks have closed stays mapped for a while, so that no new memory
+        gets its addresses, and an access to it is detected."""
         for region in regions:
             region.closed[rank] = source_lines.of_host().where
         if len(regions[0].closed) == self.world_size:
@@ -161,14 +161,14 @@ class World:
             arena.multicast = address
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free all memory of the world."""
         for arena in self.arenas:
             arena.close()
         self._opened.clear()
         self._closed.clear()
 
     def leaving(self, rank: int) -> bool:
-        """True if the rank's kernels have been aborted."""
+        """True if kernels of the rank have been aborted."""
         return any(self.memory.abort_words(rank))
 
     def pass_time(self) -> bool:
@@ -189,7 +189,7 @@ class World:
 
 
 class SimulatedHandle(LocalArena):
-    """A rank's end of symmetric memory. Its `close` waits for the rank's kernels, as on a GPU, and tells the world."""
+    """A rank's handle of symmetric memory. `close` waits for the rank's kernels, as on a GPU, and tells the world."""
 
     def __init__(self, arena: LocalArena, world: World, regions: list[Region]) -> None:
         assert arena._blocks is not None
@@ -225,14 +225,14 @@ class _Alive:
         return self._rank not in self._world.dead
 
     def stopped(self) -> bool:
-        return False  # not by process: the stall limit decides, in the world's time
+        return False  # the stall limit decides, in the world's time, not the state of the process
 
     def close(self) -> None:
         pass
 
 
 class _Host(Host):
-    """Waiting and time for a rank's control page: waits let the other ranks run, and time is the world's."""
+    """How a rank's control page waits and tells time: while it waits, other ranks run, and time is the world's."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -279,7 +279,7 @@ class SimulatedControl(ControlPage):
 
 
 class RankWatcher(Watcher):
-    """Watches over a rank's group without a thread: the world looks when time passes."""
+    """Watches over a rank's group, without a thread: the world calls it when time passes."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -292,7 +292,7 @@ class RankWatcher(Watcher):
 
 
 class RankRuntime(Runtime):
-    """One rank's end of a world."""
+    """The runtime of one rank of a world."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -348,7 +348,7 @@ class RankRuntime(Runtime):
 
 
 def _region(rank: int, tensor: torch.Tensor) -> Region:
-    """The bytes that a tensor's elements span."""
+    """The range of bytes that contains a tensor's elements."""
     low, high = span_of(tensor)
     name = f"rank {rank}'s tensor ({tensor.dtype} {list(tensor.shape)})".replace("torch.", "")
     return Region("private", rank, low, high - low, name)

@@ -15,9 +15,9 @@ JUMPS = ("bra", *ENDS)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The instructions `start` up to `end` (not included), which only the last one leaves.
+    """A basic block: the instructions from `start` to before `end`. Control leaves it only at the last one.
 
-    successors  numbers of blocks, the one that a branch jumps to first; `Flow.exit` is the kernel's end
+    successors  numbers of the next blocks, with the target of a branch first; `Flow.exit` is the kernel's end
     """
 
     start: int
@@ -36,8 +36,8 @@ class Loop:
 class Flow:
     """The control flow of a kernel. Raises `InvalidArgument` for a branch to no label.
 
-    Blocks that cannot reach the end (`while True`) count as if their last one could, so that lanes which diverge in
-    them have a point to reconverge.
+    If blocks cannot reach the end (`while True`), the last of them counts as if it could, so that lanes that diverge in
+    them have a point of reconvergence.
     """
 
     def __init__(self, kernel: PtxKernel) -> None:
@@ -77,7 +77,7 @@ class Flow:
         return [self.exit if n is None else n for n in dominators[: self.exit]]
 
     def dominates(self, first: int, second: int) -> bool:
-        """Every path to block `second` contains block `first`, which may be the same one."""
+        """True if every path to block `second` contains block `first`, which may be the same block."""
         seen: int | None = second
         while seen is not None and seen != first:
             seen = self.dominators[seen]
@@ -85,7 +85,7 @@ class Flow:
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """Inner loops first."""
+        """The loops of the kernel, inner loops first."""
         bodies: dict[int, set[int]] = {}
         for source, targets in enumerate(self.edges):
             for target in targets:
@@ -101,7 +101,8 @@ class Flow:
         return next((loop for loop in self.loops if number in loop.blocks), None)
 
     def lines(self, loop: Loop) -> list[SourceLine]:
-        """The Python lines that a loop consists of, by file and line; innermost functions only."""
+        """The Python lines of a loop's instructions, by file and line. Of inlined calls, only lines of the innermost
+        function."""
         inside = (
             self.kernel.instructions[index].source[0]
             for number in loop.blocks
@@ -145,7 +146,7 @@ def _blocks(kernel: PtxKernel) -> tuple[Block, ...]:
 
 
 def reversed_edges(edges: Sequence[Iterable[int]]) -> list[list[int]]:
-    """The same graph with every edge reversed."""
+    """The graph with all edges reversed."""
     backward: list[list[int]] = [[] for _ in edges]
     for source, targets in enumerate(edges):
         for each in targets:
@@ -154,7 +155,7 @@ def reversed_edges(edges: Sequence[Iterable[int]]) -> list[list[int]]:
 
 
 def reachable(edges: Sequence[Iterable[int]], starts: Iterable[int], without: int | None = None) -> set[int]:
-    """All nodes on paths from `starts`, themselves included, that avoid `without`."""
+    """All nodes on paths from `starts` that avoid `without`. Includes `starts`."""
     pending = [start for start in starts if start != without]
     seen = set(pending)
     while pending:
@@ -166,7 +167,8 @@ def reachable(edges: Sequence[Iterable[int]], starts: Iterable[int], without: in
 
 
 def immediate_dominators(edges: Sequence[Sequence[int]], root: int) -> list[int | None]:
-    """By node, as seen from `root`; None for the root and for unreachable nodes (Cooper, Harvey, Kennedy)."""
+    """The immediate dominator of each node, for paths from `root`; None for the root and for unreachable nodes (Cooper,
+    Harvey and Kennedy)."""
     order = _postorder(edges, root)
     rank = {node: n for n, node in enumerate(order)}
     backward = reversed_edges(edges)

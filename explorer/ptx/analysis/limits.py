@@ -1,4 +1,4 @@
-"""The limits of a launch by architecture. More is refused with the name of the limit, as by a driver."""
+"""The limits of a launch by architecture. A launch beyond a limit is refused with the limit's name, as by a driver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Dimensions = tuple[int, int, int]
 
 
 def capability(architecture: str) -> int:
-    """90 for "sm_90" and "sm_90a". Raises `InvalidArgument` for one that Triton does not compile for.
+    """90 for "sm_90" and "sm_90a". Raises `InvalidArgument` for an architecture that Triton does not compile for.
 
     LLVM ends the process if it is given an architecture that it does not know.
     """
@@ -58,14 +58,14 @@ def check_launch(
         _check(kernel, "registers a thread in .maxnreg", kernel.max_registers, MOST_REGISTERS)
     if registers is not None:
         _check(kernel, "registers a thread", registers, MOST_REGISTERS)
-        # They are allocated by warp, in units of 8 a thread.
+        # Registers are allocated by warp, in units of 8 per thread.
         _check(kernel, "registers of a block", -(-registers // 8) * 8 * -(-number // 32) * 32, REGISTERS)
     last = kernel.parameters[-1] if kernel.parameters else None
     _check(kernel, "bytes of parameters", last.offset + last.size if last else 0, PARAMETERS)
 
 
 def static_shared(kernel: PtxKernel) -> int:
-    """Bytes of the shared variables of a kernel, laid out one after the other."""
+    """Bytes of a kernel's shared variables, which are placed one after the other."""
     end = 0
     for variable in kernel.variables.values():
         if variable.space == "shared":

@@ -8,7 +8,7 @@ from tricomm.explorer.ptx.analysis.control_flow import Flow
 from tricomm.explorer.ptx.arithmetic import CARRY
 from tricomm.explorer.ptx.instructions import Instruction, PtxKernel, registers_of
 
-# Opcodes, with their modifiers as far as needed, whose first operand is no destination.
+# Opcodes (with modifiers where these decide) whose first operand is not a destination.
 _WRITES_NOTHING = (
     "st", "red", "bra", "ret", "exit", "trap", "brkpt", "membar", "fence", "prefetch", "prefetchu", "cp", "nanosleep",
     "griddepcontrol", "discard", "applypriority", "stmatrix", "pmevent", "multimem.st", "multimem.red", "bar.sync",
@@ -28,14 +28,14 @@ def destinations(instruction: Instruction) -> int:
 
 
 def written(instruction: Instruction) -> tuple[str, ...]:
-    """Names of the registers that an instruction writes, if its guard holds. The carry flag is `CARRY`."""
+    """Names of the registers that an instruction writes if its guard is true. The carry flag is `CARRY`."""
     first = instruction.operands[: destinations(instruction)]
     names = tuple(register.name for operand in first for register in registers_of(operand))
     return (*names, CARRY.name) if "cc" in instruction.modifiers else names
 
 
 def read(instruction: Instruction) -> tuple[str, ...]:
-    """Names of the registers that an instruction reads, its guard among them; one may come more than once."""
+    """Names of the registers that an instruction reads, including its guard. A name may occur more than once."""
     sources = instruction.operands[destinations(instruction) :]
     rest = [register.name for operand in sources for register in registers_of(operand)]
     if instruction.opcode in ("addc", "subc", "madc"):
@@ -44,7 +44,7 @@ def read(instruction: Instruction) -> tuple[str, ...]:
 
 
 class Liveness:
-    """Registers whose values a thread may still read, at each instruction. Sets are kept as the bits of integers."""
+    """For each instruction, the registers whose values a thread may still read. Sets are stored as bits of integers."""
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
@@ -95,7 +95,7 @@ def _bits(names: tuple[str, ...], bits: dict[str, int]) -> int:
 
 
 def definitions(kernel: PtxKernel) -> dict[str, list[int]]:
-    """Register -> indices of the instructions that write it."""
+    """For each register, the indices of the instructions that write it."""
     by_name: dict[str, list[int]] = {}
     for index, instruction in enumerate(kernel.instructions):
         for name in written(instruction):

@@ -1,4 +1,4 @@
-"""Features of GPUs that are not simulated, and what to do about a kernel that uses one."""
+"""GPU features that are not simulated, and a remedy for kernels that use one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from tricomm.explorer.ptx.instructions import Instruction
 
-# The first pattern that matches an instruction's name: its feature, and the remedy.
+# Pattern of instruction names, feature, remedy. The first pattern that matches counts.
 _FEATURES = {
     r"setmaxnreg": (
         "warp specialisation",
@@ -33,7 +33,7 @@ _PATTERNS = [(re.compile(pattern), *said) for pattern, said in _FEATURES.items()
 
 
 def unsupported(instruction: Instruction) -> str | None:
-    """The feature that is not simulated, and a remedy; None if the instruction belongs to none of these features."""
+    """The feature that an instruction belongs to, and a remedy; None if it belongs to none of these features."""
     for pattern, feature, remedy in _PATTERNS:
         if pattern.match(instruction.name):
             return f"{feature}: not simulated; {remedy}"

@@ -1,7 +1,8 @@
 """Computing instructions as numpy code, exact to the bit.
 
-Behaviour that PTX leaves open is fixed here: integer division by zero gives all ones, its remainder the dividend;
-`.approx` and `.full` give the correctly rounded value, or a rounded double; a double's NaN is as on the host.
+Some behaviour that PTX leaves open is fixed here. Integer division by zero returns all ones, and its remainder is the
+dividend. `.approx` and `.full` return the correctly rounded value, or a rounded double. A NaN of type double has the
+bits that the host computes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tricomm.explorer.ptx.instructions import Instruction, PtxKernel
 __all__ = ["CARRY", "FUNCTIONS", "OPCODES", "Rule", "destinations", "literal", "refuse", "rule", "sources", "unknown"]
 
 _PARTS = (integer, logic, compare, move, permute, floating, packed, conversion, pairs)
-# The opcodes that only compute, for which `rule` has an answer.
+# The opcodes that only compute. `rule` has a rule for each.
 OPCODES = frozenset(
     "add sub mul mad addc subc madc div rem abs neg min max popc clz brev and or xor not shl shr shf bfe bfi lop3 "
     "prmt setp set selp mov cvt copysign fma sqrt rcp rsqrt ex2 lg2 sin cos tanh".split()
@@ -23,7 +24,7 @@ OPCODES = frozenset(
 
 
 def rule(instruction: Instruction) -> Rule | None:
-    """The rule of an instruction; None if it does not compute. A guard is left to the caller.
+    """The rule of an instruction; None if it does not compute. The caller handles the guard.
 
     Raises `InvalidArgument` for a form of a computing instruction that is not known.
     """

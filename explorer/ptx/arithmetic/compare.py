@@ -37,7 +37,7 @@ def rule(form: Form) -> Rule | None:
 
 
 def _comparison(form: Form, kind: str) -> tuple[str, str] | None:
-    """(expression over `{0}` and `{1}`, numpy type of both)."""
+    """(expression of `{0}` and `{1}`, numpy type of both)."""
     rest, ftz = [flag for flag in form.flags if flag != "ftz"], "ftz" in form.flags
     if len(rest) != 1 or len(form.sources) != 2:
         return None
@@ -74,7 +74,7 @@ def _setp(form: Form) -> Rule | None:
 
 
 def _of_halves(form: Form) -> str | None:
-    """Expression of two results: of the low halves and of the high ones."""
+    """An expression with two results, one for the low halves and one for the high halves."""
     if _comparison(form, form.type.removesuffix("x2")) is None:
         return None
     operator = next(flag for flag in form.flags if flag != "ftz")
@@ -86,7 +86,7 @@ def _of_halves(form: Form) -> str | None:
 
 
 def _set(form: Form) -> Rule | None:
-    """1.0 in each half whose comparison holds."""
+    """1.0 in each half whose comparison is true."""
     if form.types not in (("f16x2",) * 2, ("bf16x2",) * 2) or len(form.destinations) != 1:
         return None
     made, one = _of_halves(form), 0x3C00 if form.type == "f16x2" else 0x3F80
@@ -129,7 +129,7 @@ _copyto = np.copyto
 
 @function
 def selected(condition: Any, a: Any, b: Any) -> Any:
-    """`numpy.where`, at a third of its cost for few lanes."""
+    """`numpy.where`, but at a third of its cost for few lanes."""
     if condition.shape:
         if b.shape:
             result = b.copy()

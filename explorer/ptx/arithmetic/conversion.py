@@ -68,7 +68,7 @@ def _between_integers(form: Form, to: str, of: str) -> Rule:
     kind, value = _source(form)
     target = numpy_type(to)
     if width(to) <= width(of):
-        # The low bits alone matter.
+        # Only the low bits are used.
         same = target[1] == kind[1]
         value = f"{{0}}.view({target})" if same and target != kind else f"{{0}}.astype({target})" if not same else "{0}"
     elif numpy_type(of) != target:
@@ -108,7 +108,7 @@ def _to_integer(form: Form, mode: str, ftz: bool) -> Rule | None:
 
 @function
 def as_integer(x: Any, dtype: Any, invalid: Any) -> Any:
-    """Whole doubles, clamped to the integers of `dtype`; `invalid` for NaN."""
+    """Doubles with integer values, converted to `dtype` and clamped to its range. NaN becomes `invalid`."""
     bounds = np.iinfo(dtype)
     low, high = float(bounds.min), float(bounds.max)
     # The largest 64-bit integers are not doubles; the bound is the next power of two.
@@ -130,7 +130,7 @@ def _from_integer(form: Form) -> Rule | None:
 
 @function
 def odd_double(x: Any) -> Any:
-    """Integers as doubles. Rounding the result to a shorter type gives the nearest value: it is rounded to odd."""
+    """Integers as doubles, rounded to odd. So rounding the result again, to a shorter type, gives the nearest value."""
     if x.dtype.itemsize < 8:
         return x.astype(np.float64)
     low = x & x.dtype.type(0xFFFFFFFF)
@@ -144,7 +144,7 @@ def _between_floats(form: Form, mode: str, rest: set[str]) -> Rule | None:
         return None
     output = numpy_type(to)
     if (to, of, mode) == ("bf16", "f16", ""):
-        mode = "rn"  # the assembler accepts no mode; Triton gives one for former e4m3 values, which bf16 holds exactly
+        mode = "rn"  # ptxas accepts no mode here. Triton gives one for values that were e4m3, which bf16 holds exactly.
     ftz, sat, finite, relu = (name in rest for name in ("ftz", "sat", "satfinite", "relu"))
     if ftz and "f32" not in (to, of) or finite and to not in ("f16", "bf16"):
         return None
@@ -192,7 +192,7 @@ def _integral(kind: str, value: str) -> str:
 
 
 def _widened(to: str, of: str, value: str, same: str) -> str:
-    """An exact conversion; `value` is a float already if it was bf16."""
+    """An exact conversion. If `value` was bf16, it is a float already."""
     if same:
         return same
     if to == of:
@@ -200,5 +200,5 @@ def _widened(to: str, of: str, value: str, same: str) -> str:
     if to == "f32" and of == "bf16":
         return value
     wider = f"{value}.astype({numpy_type(to)})"
-    # The hardware's conversion of a half makes every NaN canonical.
+    # The hardware makes every NaN canonical when it converts a half.
     return f"canonical_f4({wider})" if (to, of) == ("f32", "f16") else wider

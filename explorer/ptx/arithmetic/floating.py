@@ -20,7 +20,7 @@ def rule(form: Form) -> Rule | None:
 
 
 def operands(kind: str, count: int, ftz: bool) -> list[str]:
-    """The inputs in the type of the computation: halves as floats."""
+    """The inputs in the type in which the operation computes: floats for halves."""
     read = {"f16": "{{{0}}}.astype(f4)", "bf16": "from_bf16({{{0}}})"}.get(kind, "{{{0}}}")
     texts = [read.format(i) for i in range(count)]
     if not ftz:
@@ -30,7 +30,7 @@ def operands(kind: str, count: int, ftz: bool) -> list[str]:
 
 
 def finished(kind: str, value: str, ftz: bool, sat: bool, relu: bool) -> str:
-    """`value`, a float for halves, as a result of the type."""
+    """`value` as a result of type `kind`. For halves it is a float before."""
     if ftz and kind != "f16":
         value = f"flushed_f4({value})"
     if sat:
@@ -43,7 +43,7 @@ def finished(kind: str, value: str, ftz: bool, sat: bool, relu: bool) -> str:
 
 
 def _flags(form: Form, *allowed: str) -> tuple[bool, bool, bool] | None:
-    """(ftz, sat, relu), or None if there is another flag or one that the type does not have."""
+    """(ftz, sat, relu). None if there is another flag, or one that the type does not have."""
     ftz, sat, relu = ("ftz" in form.flags, "sat" in form.flags, "relu" in form.flags)
     if set(form.flags) - set(allowed):
         return None
@@ -74,7 +74,7 @@ def _fused(form: Form) -> Rule | None:
         return None
     kind = numpy_type(form.type)
     given = ", ".join(operands(form.type, 3, parsed[0]))
-    # The double is rounded to odd to a float first, so that a half is rounded once.
+    # The double is rounded to odd when it becomes a float, so that the rounding to a half is right.
     value = {"f64": f"fused_f8({given})", "f32": f"fused({given}).astype(f4)"}.get(
         form.type, f"odd_float(fused({given}))"
     )
@@ -82,12 +82,12 @@ def _fused(form: Form) -> Rule | None:
 
 
 def _one_of(form: Form, *ways: str) -> bool:
-    """Whether the flags name exactly one of these ways to round."""
+    """True if exactly one flag is one of `ways`."""
     return sum(flag in ways for flag in form.flags) == 1
 
 
 def _quotient(form: Form) -> Rule | None:
-    """`.approx` and `.full` are allowed errors; the value is the correctly rounded one."""
+    """The correctly rounded quotient, also for `.approx` and `.full`, which allow an error."""
     parsed = _flags(form, "rn", "ftz", "approx", "full")
     if parsed is None or form.type not in ("f32", "f64") or not form.has(1, 2, *form.flags):
         return None
@@ -101,7 +101,7 @@ def _quotient(form: Form) -> Rule | None:
 
 @function
 def approximate_quotient(a: Any, b: Any) -> Any:
-    """The inverse of a finite divisor beyond 2^126 is zero."""
+    """As `.approx`: the inverse of a finite divisor beyond 2^126 is zero."""
     beyond = (np.absolute(b) > 2.0**126) & np.isfinite(b)
     return np.where(beyond, a * np.copysign(b.dtype.type(0), b), a / b)
 
@@ -124,7 +124,7 @@ def _root(form: Form) -> Rule | None:
 
 
 def _approximate(form: Form) -> Rule | None:
-    """The value in double precision, rounded once more."""
+    """An approximation is computed in double precision and rounded once more."""
     parsed = _flags(form, "approx", "ftz")
     if parsed is None or form.type == "f64" or "approx" not in form.flags or not form.has(1, 1, *form.flags):
         return None
@@ -164,7 +164,7 @@ def _extreme(form: Form) -> Rule | None:
     else:
         value = f"{name}({inputs[0]}, {inputs[1]})"
         value = f"{name}({value}, {inputs[2]})" if count == 3 else value
-    # The functions give the canonical NaN of a float.
+    # These functions return the canonical NaN of a float.
     if form.type in ("f16", "bf16"):
         value = finished(form.type, value, ftz, False, False)
     return form.rule((kind,) * count, (kind,), value)
@@ -172,13 +172,13 @@ def _extreme(form: Form) -> Rule | None:
 
 @function
 def with_sign(value: Any, a: Any, b: Any) -> Any:
-    """The sign is the product of the signs, also of a NaN's."""
+    """`value` with the product of the signs of `a` and `b`, also if it is NaN."""
     sign = (a.view(np.uint32) ^ b.view(np.uint32)) & np.uint32(1 << 31)
     return (value.view(np.uint32) | sign).view(np.float32)
 
 
 def _sign(form: Form) -> Rule | None:
-    """Only the sign bit changes, also of a NaN."""
+    """`neg` and `abs` change only the sign bit, also of a NaN."""
     kind, ftz = numpy_type(form.type), "ftz" in form.flags
     if not form.has(1, 1, "ftz") or ftz and form.type not in ("f32", "f16"):
         return None
@@ -222,13 +222,13 @@ def to_flushed_f16(x: Any) -> Any:
 
 @function
 def unit_range(x: Any) -> Any:
-    """Not below 0, not above 1; a NaN is +0."""
+    """`x` clamped to 0 to 1. A NaN becomes +0."""
     return np.where(x > 0, np.minimum(x, x.dtype.type(1)), x.dtype.type(0))
 
 
 @function
 def rectified(x: Any) -> Any:
-    """A negative number is +0; a NaN stays one."""
+    """`x` with negative numbers replaced by +0. A NaN stays a NaN."""
     return np.where(x <= 0, x.dtype.type(0), x)
 
 
@@ -258,27 +258,27 @@ _where, _empty, _nonzero = np.where, np.empty, np.count_nonzero
 _F2, _F4, _F8, _U2, _U4 = (np.dtype(kind) for kind in ("f2", "f4", "f8", "u2", "u4"))
 _NAN_4 = np.uint32(0x7FFFFFFF).view(_F4)
 _NAN_2 = np.uint16(0x7FFF).view(_F2)
-# Arrays without dimensions: with an array, a numpy scalar takes twice as long.
+# 0-dimensional arrays, because an operation of an array and a numpy scalar takes twice as long.
 _SIXTEEN, _ONE, _HALF, _UPPER = (np.array(value, _U4) for value in (16, 1, 0x7FFF, 0xFFFF0000))
 
 
 def _has_nan(x: Any) -> bool:
-    """The scalar product with itself is NaN if any element is: the quickest test for it."""
+    """True if any element is NaN. Then the scalar product of `x` with itself is NaN, which is the fastest test."""
     product = x.dot(x) if x.shape else x
     return bool(product != product)
 
 
 @function
 def canonical_f4(x: Any) -> Any:
-    """With every NaN as 0x7fffffff."""
-    # `_has_nan`, written out: this is the most frequent function of all.
+    """`x` with every NaN replaced by 0x7fffffff."""
+    # `_has_nan`, written out, because this is the most frequently called function.
     product = x.dot(x) if x.shape else x
     return x if product == product else _where(x == x, x, _NAN_4)
 
 
 @function
 def to_f16(x: Any) -> Any:
-    """Floats, rounded to nearest; every NaN is 0x7fff."""
+    """Floats as f16, rounded to nearest. Every NaN becomes 0x7fff."""
     return _where(x == x, x.astype(_F2), _NAN_2) if _has_nan(x) else x.astype(_F2)
 
 
@@ -288,7 +288,7 @@ def from_bf16(x: Any) -> Any:
 
 
 def _bf16_above(x: Any) -> Any:
-    """Words with a bf16 in the upper half: `x` rounded to nearest. The lower half is undefined."""
+    """`x` rounded to bf16, to nearest, in the upper halves of words. The lower halves are undefined."""
     bits = x.view(_U4)
     result = bits >> _SIXTEEN
     result &= _ONE
@@ -299,7 +299,7 @@ def _bf16_above(x: Any) -> Any:
 
 @function
 def to_bf16(x: Any) -> Any:
-    """The bits of floats rounded to nearest; every NaN is 0x7fff."""
+    """The bits of floats as bf16, rounded to nearest. Every NaN becomes 0x7fff."""
     result = _bf16_above(x)
     result >>= _SIXTEEN
     return result.astype(_U2)
@@ -338,7 +338,7 @@ def f16_halves(x: Any) -> tuple[Any, Any]:
 
 @function
 def fused(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c of floats or halves as a double that may be rounded again."""
+    """a * b + c of floats or halves, as a double that may be rounded again."""
     return odd_sum(a.astype(_F8) * b.astype(_F8), c.astype(_F8))
 
 
@@ -346,21 +346,21 @@ def _chooser(choose: Any, less: bool, nan_wins: bool) -> Any:
     def extreme(a: Any, b: Any) -> Any:
         result = choose(a, b)
         if _nonzero(result) != result.size:
-            # -0 is less than +0; between a zero and another number the choice was right.
+            # -0 counts as less than +0. The choice between a zero and another number is right already.
             word = f"u{result.dtype.itemsize}"
             either = a.view(word) | b.view(word) if less else a.view(word) & b.view(word)
             result = _where((a == 0) & (b == 0), either.view(result.dtype), result)
         if not _has_nan(result):
             return result
         if not nan_wins:
-            # numpy's fmin and fmax take a signalling NaN for a result.
+            # Not by numpy's fmin and fmax, which return a signalling NaN even if the other input is a number.
             result = _where(a == a, _where(b == b, result, a), b)
         return canonical_f4(result) if result.dtype == _F4 else result
 
     return extreme
 
 
-# `least` and `most` prefer a number to a NaN; the others give NaN if either is one.
+# `least` and `most` return the number if one input is NaN; the others return NaN.
 FUNCTIONS.update(
     least=_chooser(np.minimum, True, False),
     most=_chooser(np.maximum, False, False),

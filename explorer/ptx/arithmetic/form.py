@@ -1,4 +1,4 @@
-"""How one computing instruction becomes numpy code: its rule, and the form that a rule is made for."""
+"""How one computing instruction becomes numpy code: `Form`, the instruction, and `Rule`, the code for it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def width(kind: str) -> int:
 
 
 def destinations(instruction: Instruction) -> tuple[Operand | None, ...]:
-    """The operands that a computing instruction writes, vectors and pairs split, `_` as None; the carry flag last."""
+    """The operands that a computing instruction writes. Vectors and pairs are split, `_` is None, the carry flag is
+    last."""
     first = instruction.operands[0]
     carry = (CARRY,) if "cc" in instruction.modifiers else ()
     if isinstance(first, Vector):
@@ -69,7 +70,7 @@ def destinations(instruction: Instruction) -> tuple[Operand | None, ...]:
 
 
 def sources(instruction: Instruction) -> tuple[Operand | None, ...]:
-    """The operands that a computing instruction reads, vectors split; the carry flag is last."""
+    """The operands that a computing instruction reads. Vectors are split, the carry flag is last."""
     operands: list[Operand | None] = []
     for operand in instruction.operands[1:]:
         operands.extend(operand.elements if isinstance(operand, Vector) else (operand,))
@@ -79,7 +80,7 @@ def sources(instruction: Instruction) -> tuple[Operand | None, ...]:
 
 
 def literal(operand: Integer | Float, kind: str) -> Any:
-    """A literal as a numpy scalar of the numpy type `kind`; an integer literal wraps."""
+    """A literal as a numpy scalar of the numpy type `kind`. An integer literal wraps around."""
     dtype = np.dtype(kind)
     if isinstance(operand, Float):
         if operand.width == dtype.itemsize * 8:
@@ -99,23 +100,23 @@ def operand_bits(value: int, dtype: np.dtype[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`template` is a Python expression over arrays (or numpy scalars) of one element a thread.
+    """The Python expression `template` for an instruction, over arrays (or numpy scalars) of one element per thread.
 
     inputs      numpy types of the source operands, in the order of `form.sources`: "u4", "i8", "f4", "?" (a
                 predicate), "f2" for .f16, "u2" for .bf16, "u4" for packed halves, "u8" for .f32x2, "V16" for .b128;
-                the caller views registers as these, and turns literals into scalars (`form.literal`). A literal may
-                have another width than a register would have at its place
-    outputs     of the destinations, in the order of `form.destinations`; with more than one the expression gives a
-                tuple, in which None may stand for a destination `_`
-    template    names the inputs `{0}`, `{1}`, ..., then the constants; may call any function of
-                `arithmetic.FUNCTIONS`. An input need not occur in it
+                the caller views registers as these types, and turns literals into scalars (`form.literal`). A literal
+                may have another width than a register in its place would have
+    outputs     numpy types of the destinations, in the order of `form.destinations`. With more than one the expression
+                returns a tuple, in which None may stand for a destination `_`
+    template    names the inputs `{0}`, `{1}`, ..., and then the constants. It may call any function of
+                `arithmetic.FUNCTIONS`, and need not contain every input
     constants   numpy scalars, numbered after the inputs
-    either      a type, as "u4": all inputs and outputs of this type may be read as their signed counterpart
-                instead (all or none), because the operation is the same; None: only as declared
+    either      a type such as "u4", or None. All inputs and outputs of this type may be read as the signed type instead
+                (all or none), because the operation is the same
 
-    The expression must be right for 0-dimensional values too, must not change its inputs, and gives exactly the
-    declared type for arrays of the declared inputs. Arrays are contiguous, in and out. The expression may give one of
-    its inputs itself.
+    The expression must also be right for 0-dimensional values, must not change its inputs, and must return exactly the
+    declared types for arrays of the declared types. Input and output arrays are contiguous. The expression may return
+    one of its inputs itself.
     """
 
     inputs: tuple[str, ...]
@@ -126,7 +127,7 @@ class Rule:
 
 
 class Form:
-    """An instruction that needs a rule; `constant` collects constants that the template needs besides its inputs."""
+    """An instruction that needs a rule. `constant` collects the constants of the template."""
 
     def __init__(self, instruction: Instruction) -> None:
         self.opcode = instruction.opcode
@@ -140,27 +141,27 @@ class Form:
 
     @property
     def type(self) -> str:
-        """The only type, or the last of several."""
+        """The instruction's type, or the last of several."""
         return self.types[-1] if self.types else ""
 
     def of_type(self, kind: str) -> Form:
-        """The same with another type."""
+        """The same form with another type."""
         other = copy(self)
         other.types, other.constants = (kind,), []
         return other
 
     def has(self, destinations: int, sources: int, *flags: str) -> bool:
-        """Whether it has these numbers of operands, and no flags other than these."""
+        """True if it has these numbers of operands, and no flags other than these."""
         counted = len(self.destinations) == destinations and len(self.sources) == sources
         return counted and set(self.flags) <= set(flags)
 
     def value(self, index: int) -> int | None:
-        """The value of a source that is an integer literal, else None."""
+        """The value of a source if it is an integer literal, else None."""
         source = self.sources[index]
         return source.value if isinstance(source, Integer) else None
 
     def constant(self, value: int | float, kind: str) -> str:
-        """The constant's place in the template."""
+        """Add a constant; returns its place in the template."""
         dtype = np.dtype(kind)
         scalar = operand_bits(value, dtype) if isinstance(value, int) and dtype.kind in "iu" else dtype.type(value)
         self.constants.append(scalar)
@@ -170,7 +171,7 @@ class Form:
         return Rule(inputs, outputs, template, tuple(self.constants), either)
 
     def fits(self, rule: Rule) -> bool:
-        """Whether the operands are of the kinds and widths that the rule's types have."""
+        """True if the operands have the kinds and widths of the rule's types."""
         if len(rule.outputs) != len(self.destinations) or len(rule.inputs) != len(self.sources):
             return False
         for operand, kind in zip(self.destinations, rule.outputs, strict=True):

@@ -1,4 +1,4 @@
-"""The names that templates may use."""
+"""The functions that templates may call."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _SIGNED = ("s16", "s32", "s64")
 
 
 def rule(form: Form) -> Rule | None:
-    """None if it is not integer arithmetic, or not a form of it."""
+    """The rule of an instruction of integer arithmetic; None for others and for unknown forms."""
     make = _RULES.get(form.opcode)
     if make is None or len(form.types) != 1 or form.type not in _TYPES:
         return None
@@ -91,7 +91,7 @@ def _product(form: Form, mode: str) -> tuple[str, tuple[str, str], str]:
     inputs, factors = [], []
     for index in (0, 1):
         literal = form.value(index) is not None
-        # A literal is made in the wide type, but wraps in its own.
+        # A literal is created in the wide type, but wraps around as in its own.
         inputs.append(double if literal and _in_range(form, index) else kind)
         factors.append(f"{{{index}}}" if inputs[-1] == double else f"{{{index}}}.astype({double})")
     wide = " * ".join(factors)
@@ -151,12 +151,12 @@ for _kind in ("i8", "u8"):
 
 @function
 def high_product(a: Any, b: Any) -> Any:
-    """The high 64 bits of a product of 64-bit numbers, by halves: the upper ones have the sign."""
+    """The high 64 bits of a product of 64-bit numbers, computed by halves. The upper halves have the sign."""
     kind = a.dtype.kind
     ones, half = _LOW[kind], _HALF[kind]
     a_low, a_high, b_low, b_high = a & ones, a >> half, b & ones, b >> half
     low = a_low * b_low
-    # The carry of the product of the lower halves, which is unsigned.
+    # The carry of the unsigned product of the lower halves.
     carried = (low >> half) & ones
     middle = a_high * b_low
     middle += carried
@@ -185,21 +185,21 @@ _nonzero = np.count_nonzero
 
 @function
 def unsigned_quotient(a: Any, b: Any) -> Any:
-    """Division by zero, which PTX leaves open, gives all ones."""
+    """The quotient of unsigned integers. Division by zero, which PTX leaves open, returns all ones."""
     quotient = a // b
     return quotient if _nonzero(b) == b.size else np.where(b == 0, ~np.zeros((), a.dtype), quotient)
 
 
 @function
 def signed_quotient(a: Any, b: Any) -> Any:
-    """Rounded towards zero. Division by zero, which PTX leaves open, gives all ones."""
+    """The quotient, rounded towards zero. Division by zero, which PTX leaves open, returns all ones."""
     quotient = (a - np.fmod(a, b)) // b
     return quotient if _nonzero(b) == b.size else np.where(b == 0, ~np.zeros((), a.dtype), quotient)
 
 
 @function
 def remainder(a: Any, b: Any) -> Any:
-    """With the sign of the dividend. Division by zero, which PTX leaves open, gives the dividend."""
+    """The remainder, with the sign of the dividend. Division by zero, which PTX leaves open, returns the dividend."""
     rest = np.fmod(a, b)
     return rest if _nonzero(b) == b.size else np.where(b == 0, a, rest)
 

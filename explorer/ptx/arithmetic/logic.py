@@ -30,7 +30,7 @@ def _bitwise(form: Form) -> Rule | None:
 
 
 def _shift(form: Form) -> Rule | None:
-    """numpy's shifts by the width or more give 0, or the sign, as PTX's do."""
+    """Shifts. A shift by the width or more gives 0 or the sign in numpy, as in PTX."""
     left = form.opcode == "shl"
     if form.type not in (
         ("b16", "b32", "b64") if left else ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64")
@@ -85,7 +85,7 @@ def funnel_right(low: Any, high: Any, amount: Any) -> Any:
     return (high << (_WIDTH - amount)) | (low >> amount)
 
 
-# Of two inputs: bit 3 is the result for (1, 1), bit 2 for (1, 0), bit 1 for (0, 1), bit 0 for (0, 0).
+# Tables of two inputs: bit 3 is the result for (1, 1), bit 2 for (1, 0), bit 1 for (0, 1), bit 0 for (0, 0).
 _OF_TWO = {
     1: "~({x} | {y})",
     2: "(~{x} & {y})",
@@ -105,7 +105,7 @@ _OF_TWO = {
 
 
 def table_expression(table: int) -> str:
-    """The operation on `{0}`, `{1}`, `{2}` whose result for the input bits (a, b, c) is bit 4a+2b+c of `table`."""
+    """An expression of `{0}`, `{1}`, `{2}` whose result for the input bits (a, b, c) is bit 4a+2b+c of `table`."""
     with_a, without_a = table >> 4, table & 15
     high, low = (_OF_TWO.get(part, "").format(x="{1}", y="{2}") for part in (with_a, without_a))
     if with_a == without_a:
@@ -140,7 +140,7 @@ def _count(form: Form) -> Rule | None:
 
 @function
 def bits_set(x: Any) -> Any:
-    """The sum of the bits, by pairs, nibbles and bytes."""
+    """The number of bits that are set, summed up by pairs, nibbles and bytes."""
     kind, bits = x.dtype.type, x.dtype.itemsize * 8
     ones = (1 << bits) - 1
     x = x - ((x >> kind(1)) & kind(ones // 3))
@@ -150,7 +150,7 @@ def bits_set(x: Any) -> Any:
 
 
 def _spread_down(x: Any) -> Any:
-    """`x` with all bits below the highest set one set."""
+    """`x` with all bits set below its highest set bit."""
     kind = x.dtype.type
     for shift in (1, 2, 4, 8, 16, 32)[: x.dtype.itemsize.bit_length() + 2]:
         x = x | (x >> kind(shift))
@@ -168,7 +168,7 @@ def bits_reversed(x: Any) -> Any:
     ones = (1 << bits) - 1
     shift = bits // 2
     while shift:
-        # Alternating groups of `shift` bits change places.
+        # Swap neighbouring groups of `shift` bits.
         low = kind(ones // ((1 << shift) + 1))
         x = ((x >> kind(shift)) & low) | ((x & low) << kind(shift))
         shift //= 2

@@ -1,4 +1,4 @@
-"""mov, which also packs and unpacks."""
+"""mov, which may also pack and unpack."""
 
 from __future__ import annotations
 

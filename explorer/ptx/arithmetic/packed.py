@@ -14,7 +14,7 @@ _WORD = {"s16x2": "u4", "u16x2": "u4", "f16x2": "u4", "bf16x2": "u4", "f32x2": "
 
 
 def rule(form: Form) -> Rule | None:
-    """The rule for one part, over arrays of twice the lanes."""
+    """The rule of a packed instruction: the rule for one part, applied to arrays with two elements per lane."""
     if len(form.types) != 1 or form.type not in _WORD:
         return None
     kind = form.type.removesuffix("x2")
@@ -24,7 +24,7 @@ def rule(form: Form) -> Rule | None:
     made = floating.rule(form.of_type(kind)) if form.opcode in _FLOAT[kind] else None
     if made is not None and form.opcode in ("neg", "abs"):
         return _sign(form)
-    # A constant is an array of one number a lane, and here there are two.
+    # A constant would have one number per lane, but here each lane has two.
     return _spread(form, made.template, made.inputs[0]) if made is not None and not made.constants else None
 
 
@@ -41,7 +41,7 @@ def _by_parts(form: Form, template: str, part: str) -> str:
 
 
 def _sign(form: Form) -> Rule:
-    """Both sign bits at once."""
+    """`neg` and `abs` of both halves at once."""
     value = "{0}" if "ftz" not in form.flags else _by_parts(form, "flushed_f2({0})", "f2")
     if form.opcode == "neg":
         return form.rule(("u4",), ("u4",), f"{value} ^ {form.constant(0x80008000, 'u4')}")
@@ -50,7 +50,7 @@ def _sign(form: Form) -> Rule:
 
 @function
 def by_parts(operation: Any, part: Any, word: Any, a: Any, *others: Any) -> Any:
-    """The operation on arrays of twice the lanes."""
+    """Apply the operation to arrays with two elements per lane."""
     shape = a.shape
     if shape:
         if len(others) == 1 and others[0].shape == shape:

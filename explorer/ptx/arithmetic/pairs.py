@@ -1,4 +1,4 @@
-"""cvt from and to registers that hold two numbers: halves, and 8, 6 and 4 bits."""
+"""cvt from and to registers that hold two numbers: halves, and numbers of 8, 6 and 4 bits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _TABLES: dict[tuple[str, str, bool], Any] = {}
 
 
 def _table(of: str, to: str, relu: bool) -> Any:
-    """The bits in the format `to` of all numbers of the small format `of`."""
+    """The bits in format `to` of every number of the small format `of`."""
     key = (of, to, relu)
     if key not in _TABLES:
         values = decoded(of)

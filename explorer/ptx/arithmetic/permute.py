@@ -25,7 +25,7 @@ def _prmt(form: Form) -> Rule | None:
 
 
 def permutation(form: Form, selector: int) -> str:
-    """The bytes that `selector` picks: one mask and one shift for all bytes of a source that move by one distance."""
+    """The bytes that `selector` picks, by one mask and one shift for all bytes of a source that move equally far."""
     moves: dict[tuple[int, int], int] = {}
     terms = []
     for place in range(4):
@@ -88,7 +88,7 @@ def extracted_field(a: Any, start: Any, length: Any, signed: bool) -> Any:
     bits = a.dtype.itemsize * 8
     position, count = ((x & np.uint32(0xFF)).astype(np.int64) for x in (start, length))
     last = np.minimum(position + count - 1, bits - 1)
-    # Bring the last bit of the field to the top, then down again: the right shift copies the sign.
+    # Shift the field's last bit to the top and down again, because the right shift copies the sign.
     up, low = (bits - 1 - np.maximum(last, 0)).astype(kind), np.minimum(position, bits - 1)
     taken = np.where(position < bits, last - low + 1, 1)
     field = (a << up) >> (bits - np.maximum(taken, 1)).astype(kind)

@@ -1,4 +1,4 @@
-"""Rounding exact doubles to narrower formats in any mode; sums and products that are safe to round again."""
+"""Rounds exact doubles to narrower formats in any mode. Computes sums and products that may be rounded again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tricomm.explorer.ptx.arithmetic.functions import FUNCTIONS, function
 
 @dataclass(frozen=True)
 class Format:
-    """`digits` of the stored significand; `least` exponent of a normal number; `bits` in all, kept in a `word`.
+    """A floating-point format: `digits` of the stored significand, `least` exponent of a normal number, and `bits` in
+    all, which are stored in a `word`.
 
-    `nan` are the bits of its canonical NaN; None: it has none, and a NaN becomes the largest number.
+    `nan` has the bits of its canonical NaN. None: it has no NaN, and a NaN becomes the largest number.
     """
 
     digits: int
@@ -44,26 +45,26 @@ _ROUND: dict[str, Any] = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": n
 
 
 def rounded(x: Any, form: Format, mode: str, finite: bool = False) -> Any:
-    """The double `x` as a number of the format, still a double; `finite`: at most the largest number."""
+    """The double `x` rounded to a number of the format, still as a double. `finite`: at most the largest number."""
     _, exponent = np.frexp(x)
     scale = np.maximum(exponent - 1, form.least) - form.digits
     value = np.ldexp(_ROUND[mode](np.ldexp(x, -scale)), scale)
     over = np.abs(value) > form.largest
     if not over.any():
         return value
-    # An infinity stays one in every mode.
+    # An infinity stays an infinity in every mode.
     grows = np.isinf(x) | (mode == "rn") | (x > 0) & (mode == "rp") | (x < 0) & (mode == "rm")
     limit = form.largest if finite else np.where(grows, np.inf, form.largest)
     return np.where(over, np.copysign(limit, x), value)
 
 
 def encoded(value: Any, form: Format) -> Any:
-    """The bits of doubles that are numbers of the format, or infinite, or NaN."""
+    """The bits in the format of doubles that are numbers of the format, infinite, or NaN."""
     number = np.isfinite(value)
     _, exponent = np.frexp(np.where(number & (value != 0), value, 2.0**form.least))
     exponent = np.maximum(exponent - 1, form.least)
     digits = np.ldexp(np.where(number, np.abs(value), 0.0), form.digits - exponent).astype(np.int64)
-    # The leading digit of a normal number adds one to the exponent's field.
+    # The leading digit of a normal number adds one to the exponent field.
     bits = ((exponent - form.least).astype(np.int64) << form.digits) + digits
     if form.infinite:
         bits = np.where(np.isinf(value), (1 << form.bits - 1) - (1 << form.digits), bits)
@@ -73,7 +74,7 @@ def encoded(value: Any, form: Format) -> Any:
 
 @function
 def narrowed(x: Any, name: str, mode: str = "rn", finite: bool = False, relu: bool = False) -> Any:
-    """Floats of any type as bits of the format `name`."""
+    """Floats of any type, as bits of the format `name`."""
     form, x = FORMATS[name], x.astype(np.float64)
     if relu:
         x = np.where(x <= 0, 0.0, x)
@@ -83,10 +84,10 @@ def narrowed(x: Any, name: str, mode: str = "rn", finite: bool = False, relu: bo
 
 
 def decoded(name: str) -> Any:
-    """The doubles that the bit patterns of an 8-bit format or less stand for, in order."""
+    """The values of all bit patterns of a format of 8 bits or fewer, in order, as doubles."""
     form = FORMATS[name]
     patterns = np.arange(256)
-    # Bits above the format's are ignored.
+    # Bits above those of the format are ignored.
     magnitude, sign = patterns & ((1 << form.bits - 1) - 1), patterns >> form.bits - 1 & 1
     field, digits = magnitude >> form.digits, magnitude & ((1 << form.digits) - 1)
     value = np.ldexp((digits + np.where(field > 0, 1 << form.digits, 0)).astype(float), np.maximum(field, 1) - 1)
@@ -101,7 +102,8 @@ def decoded(name: str) -> Any:
 
 @function
 def odd_sum(a: Any, b: Any) -> Any:
-    """a + b rounded to odd: rounded again to a type of two digits less, it is the exact sum rounded once."""
+    """a + b rounded to odd. If it is rounded again, to a type with two digits less, the result is the exact sum rounded
+    once."""
     total = a + b
     part = total - a
     error = (a - (total - part)) + (b - part)
@@ -117,7 +119,7 @@ _SPLIT = np.float64(2**27 + 1)
 
 
 def _split(x: Any) -> tuple[Any, Any]:
-    """Two numbers of 26 digits whose sum is `x`."""
+    """Split `x` into two numbers of 26 digits each."""
     scaled = _SPLIT * x
     high = scaled - (scaled - x)
     return high, x - high
@@ -155,7 +157,7 @@ def fused_f8(a: Any, b: Any, c: Any) -> Any:
     high, middle = _two_sum(product, high)
     result = high + odd_sum(rest, middle)
     plain = _separate(a, b, c)
-    # An exact zero has the sign that separate operations give.
+    # An exact zero has the sign of the result of separate operations.
     result = np.where(result == 0, plain, result)
     finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
     easy = _moderate(a, 450) & _moderate(b, 450) & (np.abs(c) < 2.0**1000)
@@ -169,7 +171,8 @@ def fused_f8(a: Any, b: Any, c: Any) -> Any:
 
 
 def _fused_exactly(a: float, b: float, c: float) -> float:
-    """a * b + c of finite doubles, in fractions. An exact zero has the sign that separate operations give."""
+    """a * b + c of finite doubles, computed with fractions. An exact zero has the sign of the result of separate
+    operations."""
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if exact == 0:
         return a * b + c
@@ -184,7 +187,7 @@ _TOP = Format(20, -1022, float(np.uint64(0x7FEFFFFF00000000).view(np.float64)), 
 
 
 def _gross(function: Any) -> Any:
-    """A function of the upper 32 bits of a double, with 20 digits; subnormal numbers are zeros."""
+    """A function of the upper 32 bits of a double, with a result of 20 digits. Subnormal numbers count as zeros."""
 
     def approximation(x: Any) -> Any:
         x = (np.asarray(x).view(np.int64) & _HIGH).view(np.float64)

@@ -1,1 +1,2 @@
-"""Python code generated from PTX: what is known about values before a kernel runs, and the code that computes them."""
+"""Generates Python code from PTX: infers what is known about values before a kernel runs, and generates the code that
+computes them."""

@@ -1,4 +1,4 @@
-"""Infers the shape of every register of a kernel, over all its writes: a fixed point, reached from below."""
+"""Infers the shape of each register of a kernel from all writes of it, as a least fixed point."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def infer_shapes(operands: Operands, code: InstructionCode) -> None:
         del pending[n]
         instruction = instructions[n]
         if n not in known and not all(name in shapes for name in wanted[n]):
-            continue  # it comes again once all that it reads is known
+            continue  # it is visited again when all that it reads is known
         known.add(n)
         for result in code.results(instruction):
             name = result.register.name

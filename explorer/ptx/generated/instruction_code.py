@@ -1,4 +1,4 @@
-"""Python code for one instruction: what is known of its results, and the statements that compute them."""
+"""Python code for one instruction: what is known about its results, and the statements that compute them."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ _SWAPPED = {"u": "i", "i": "u"}
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The `shape` of the value that the instruction writes to `register`, before its guard."""
+    """The `shape` of the value that the instruction writes to `register`, without regard to its guard."""
 
     register: Register
     shape: LaneShape
 
 
 class InstructionCode:
-    """`masked`: only the lanes of the mask `m` are active, and every register is an array.
+    """Generates the code of instructions.
 
-    Else all lanes are, and the code relies on `operands.shapes`.
+    `masked`: only the lanes of the mask `m` are active, and every register is an
+    array. Otherwise all lanes are active, and the code relies on `operands.shapes`.
     """
 
     def __init__(self, operands: Operands, masked: bool) -> None:
         self.operands, self.masked = operands, masked
-        self.operands.names |= FUNCTIONS  # our own begin with _
+        self.operands.names |= FUNCTIONS  # names of generated functions begin with _
         self.operands.names |= scalar_functions()
         self._operations: dict[tuple[Any, ...], Operation | None] = {}
         self._rules: dict[Instruction, Rule] = {}
         self._kept_sources: dict[Instruction, list[tuple[Operand | None, int]]] = {}
 
     def results(self, instruction: Instruction) -> list[Result]:
-        """The results and their shapes under the present `operands.shapes`."""
+        """The results of an instruction and their shapes, given the present `operands.shapes`."""
         unguarded = self._unguarded(instruction)
         if instruction.guard is None or self.operands.shape(instruction.guard[0], 1).uniform:
             return unguarded
@@ -68,7 +69,8 @@ class InstructionCode:
         ]
 
     def operation(self, instruction: Instruction) -> Operation | None:
-        """The call that this instruction stands for, if any. Cached, because its function keeps state."""
+        """The call that this instruction becomes, if it becomes one. Cached, because the called function keeps
+        state."""
         if instruction.opcode not in MAKERS:
             return None
         guard = instruction.guard
@@ -88,7 +90,7 @@ class InstructionCode:
         return self._rules[instruction]
 
     def _sources(self, instruction: Instruction) -> list[tuple[Operand | None, int]]:
-        """The sources, each with the width of a literal in its place."""
+        """The sources, each with the width that a literal has in its place."""
         if instruction in self._kept_sources:
             return self._kept_sources[instruction]
         sources = form.sources(instruction)
@@ -119,7 +121,8 @@ class InstructionCode:
         return "V16" not in its_rule.inputs and "V16" not in its_rule.outputs
 
     def code(self, instruction: Instruction) -> list[str]:
-        """Statements without indentation; lines of a block are indented by one space a level."""
+        """The statements of an instruction, without indentation. Blocks within them are indented by one space per
+        level."""
         guard = instruction.guard
         if guard is None:
             return self._plain(instruction, "m" if self.masked else "None")
@@ -148,7 +151,7 @@ class InstructionCode:
         return self._by_rule(instruction, targets, guarded)
 
     def _assign(self, target: Operand | None, code: str, shape: LaneShape, guarded: bool) -> list[str]:
-        """Write a number, flag or predicate that `code` gives."""
+        """Statements that write the number, flag or predicate `code` to a register."""
         if not isinstance(target, Register):
             return []
         variable, wanted = self.operands.variable(target), self.operands.shape(target, 0)
@@ -162,7 +165,7 @@ class InstructionCode:
         return self._keep(target, array, home, guarded)
 
     def _keep(self, target: Operand | None, code: str, kind: str, guarded: bool) -> list[str]:
-        """Write an array (or predicate) of numpy type `kind`."""
+        """Statements that write the array (or predicate) `code`, of numpy type `kind`, to a register."""
         if not isinstance(target, Register):
             return []
         variable = self.operands.variable(target)
@@ -201,7 +204,8 @@ class InstructionCode:
     def _kinds(
         self, its_rule: Rule, sources: tuple[Operand | None, ...], targets: tuple[Operand | None, ...]
     ) -> dict[str, str]:
-        """Types to swap with their signed or unsigned counterpart: if the result is the same and it saves views."""
+        """Numpy types to replace by the signed or unsigned counterpart, where the result is the same and a view is
+        saved."""
         kind = its_rule.either
         if kind is None:
             return {}
@@ -214,7 +218,7 @@ class InstructionCode:
         return {kind: other} if homes.count(other) > homes.count(kind) else {}
 
     def _scalar(self, its_rule: Rule, instruction: Instruction, targets: tuple[Operand | None, ...]) -> list[str]:
-        """Code for numbers by the general rule, over numpy scalars."""
+        """Code for numbers by the general rule, on numpy scalars."""
         inputs = []
         for source, kind in zip(form.sources(instruction), its_rule.inputs, strict=True):
             width = 1 if kind == "?" else 8 * int(kind[1:])
@@ -255,7 +259,7 @@ class InstructionCode:
         return lines
 
     def votes(self, instruction: Instruction) -> list[tuple[Register, str]]:
-        """The numpy types in which this instruction needs its registers."""
+        """The numpy types in which this instruction uses its registers."""
         operation = self.operation(instruction)
         if operation is not None:
             given = [(o, k) for o, k in operation.arguments if k not in ("number", "address")]
@@ -270,12 +274,12 @@ class InstructionCode:
 
 
 def _merged(code: str, variable: str) -> str:
-    """A predicate under the guard `g`."""
+    """Code that merges a predicate into `variable` under the guard `g`."""
     return f"{code} if g is True else _p_merge(g,{code},{variable})"
 
 
 def guard_code(variable: str, negated: bool) -> str:
-    """`g` becomes True or False if all lanes agree, else an array."""
+    """Code that sets `g`: to True or False if all lanes agree, else to an array."""
     if negated:
         return f"g=(not {variable}) if {variable} is True or {variable} is False else _INVERSE_AGREED({variable})"
     return f"g={variable} if {variable} is True or {variable} is False else _agreed({variable})"
@@ -290,7 +294,7 @@ def indented(lines: list[str]) -> list[str]:
 
 
 def _flat(instruction: Instruction) -> list[Operand | None]:
-    """All operands, and the bases of addresses."""
+    """All operands of an instruction, and the bases of its addresses."""
     flat: list[Operand | None] = []
     for operand in instruction.operands:
         if isinstance(operand, Vector):

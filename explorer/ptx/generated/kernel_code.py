@@ -1,7 +1,7 @@
-"""The code of a whole kernel: one Python function for units whose lanes go the same way, and pieces for the rest.
+"""The code of a whole kernel: one Python function for units whose lanes do not diverge, and pieces for diverged lanes.
 
-The function holds registers in local variables. If lanes diverge, it returns all of them, and pieces continue, each
-over a list of arrays and for some of the lanes. A piece is generated when it is first needed.
+The function holds registers in local variables. If lanes diverge, it returns all registers, and pieces continue. Each
+piece works on a list of arrays, for some of the lanes. A piece is generated when it is first needed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _BLOCKING = ("bar", "barrier")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Instructions from one place to `end`, for some lanes: `run(unit, mask, registers)` changes the list.
+    """The code of instructions up to `end`, for some lanes: `run(unit, mask, registers)` changes the list of registers.
 
     `stop` says why the piece ends:
-    "" nothing special; "guard": `run` gives the lanes that pass the guard at `end`; "jump", "leave" (ret, exit),
-    "trap"; "barrier", "meet" (lanes of a warp wait for each other): the piece is that one instruction;
-    "strong": after a strong access, which may poll for a word that other lanes write.
+    "" for no special reason; "guard": `run` returns the lanes that pass the guard at `end`; "jump", "leave" (ret,
+    exit), "trap"; "barrier", "meet" (lanes of a warp wait for each other): the piece is this one instruction; "strong":
+    after a strong access, which may poll a word that other lanes write.
     """
 
     run: Callable[[Any, Array, list[Any]], Any]
@@ -78,7 +78,7 @@ class KernelCode:
         return self.operands.shape(register, 0)
 
     def place(self, register: Register) -> int:
-        """Its index in the list of registers."""
+        """The index of a register in the list of registers."""
         return self._index[register.name]
 
     def masked_operation(self, index: int) -> Operation:
@@ -155,7 +155,7 @@ class KernelCode:
         return [lines[0], "if g is True:", *lines[2:], "elif g is not False:", f" at={index}", " break"]
 
     def _go(self, number: int, to: int) -> list[str]:
-        """The code that continues at block `to`, and counts a step if that goes back."""
+        """The code that continues at block `to`. Counts a step if this jumps back."""
         if to >= self.flow.exit:
             return ["u.steps=steps", "return None"]
         lines = [f"pc={to}"]
@@ -196,7 +196,8 @@ class KernelCode:
         ]
 
     def piece(self, index: int, passed: bool) -> Piece:
-        """The piece that begins with instruction `index`; `passed`: its lanes have passed that instruction's guard."""
+        """The piece that begins with instruction `index`. `passed`: its lanes have passed the guard of this
+        instruction."""
         with self._lock:
             key = (index, passed)
             if key not in self._pieces:
@@ -219,7 +220,7 @@ class KernelCode:
         return Piece(self._piece_function(index, end, guarded=True), end, stop)
 
     def _stop(self, index: int) -> str:
-        """The `Piece.stop` of the instruction, or "" """
+        """The `Piece.stop` of a piece that ends at the instruction, or "" """
         instruction = self.kernel.instructions[index]
         if instruction.opcode == "bra":
             return "jump"
@@ -280,7 +281,7 @@ class KernelCode:
         return self._compiled(text, self._masked.names, "piece")
 
     def to_arrays(self, registers: list[Any]) -> list[Any]:
-        """Convert registers of the function to those of pieces."""
+        """Convert registers of the function to registers of pieces."""
         names, values = self.operands.names, self.operands.values
         arrays: list[Any] = []
         for register, value in zip(self.registers, registers, strict=True):
@@ -297,7 +298,8 @@ class KernelCode:
         return arrays
 
     def from_arrays(self, registers: list[Any], index: int) -> list[Any] | None:
-        """The reverse, just before instruction `index`; None if a value that is live there does not have its shape."""
+        """Convert registers of pieces to registers of the function, at instruction `index`. None if a live value there
+        does not have its inferred shape."""
         scalars, values = self.initial(), self.operands.values
         live = self.live.before(index)
         for place, register in enumerate(self.registers):

@@ -1,7 +1,7 @@
-"""The shape of a register: how its value differs between the lanes of a unit, as far as it is known before a run.
+"""The shape of a register: how its value differs between the lanes of a unit, as far as this is known before a run.
 
-Most computed values are addresses: a number that all lanes share, or one that grows by the same step from lane to
-lane. Such values are held as one Python number, that of lane 0.
+Most computed values are addresses. All lanes have the same number, or it grows by the same step from lane to lane. Such
+values are held as one Python number, the value of lane 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class LaneShape:
     stride      lane n holds lane 0's value + n * stride modulo 2^width; None: nothing is known.
     low, high   the least and greatest value of any lane, unsigned.
     zeros       number of lowest bits of lane 0's value that are 0.
-    flag        the value is 1 where a predicate is true and else 0, held as that predicate; `stride` is None then.
+    flag        the value is 1 where a predicate is true and else 0. It is held as the predicate, and `stride` is None.
     """
 
     width: int
@@ -35,12 +35,12 @@ class LaneShape:
         return self.stride == 0 and self.low == self.high
 
     def span(self, lanes: int) -> int:
-        """The largest difference between a lane's value and lane 0's, for a stride that is not negative."""
+        """The largest difference between the value of a lane and of lane 0, for a stride that is not negative."""
         assert self.stride is not None
         return self.stride * (lanes - 1)
 
     def fits(self, lanes: int, bits: int) -> bool:
-        """True if no lane's value, reached from lane 0 by steps, leaves 0 to 2^bits - 1."""
+        """True if the value of each lane, by steps from lane 0, is from 0 to 2^bits - 1."""
         return self.stride is not None and self.stride >= 0 and self.high + self.span(lanes) < 1 << bits
 
 
@@ -62,7 +62,7 @@ def trailing_zeros(value: int) -> int:
 
 
 def ranged(width: int, stride: int, low: int, high: int, zeros: int) -> LaneShape:
-    """A shape of known stride. The range is given up if it exceeds `width` bits."""
+    """A shape of known stride. Its range counts as unknown if it exceeds `width` bits."""
     most = (1 << width) - 1
     half = 1 << (width - 1)
     stride = ((stride + half) & most) - half
@@ -72,7 +72,7 @@ def ranged(width: int, stride: int, low: int, high: int, zeros: int) -> LaneShap
 
 
 def join(one: LaneShape | None, other: LaneShape, visits: int) -> LaneShape:
-    """The union of two shapes. After some visits the range is given up, so that the iteration over loops ends."""
+    """The union of two shapes. After some visits the range counts as unknown, so that the iteration over loops ends."""
     if one is None or one == other:
         return other
     if one.flag and other.flag:

@@ -17,7 +17,7 @@ Predicate = bool | Array
 
 
 class LaneValues:
-    """For units of `lanes` lanes. `names` are for the generated code."""
+    """The functions for units of `lanes` lanes. `names` has them, and constants, by their names in generated code."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -50,7 +50,7 @@ class LaneValues:
             self.names[f"_flag_{kind}"] = self._flags(kind)
 
     def constant(self, value: int, kind: str) -> Array:
-        """All lanes hold the bits `value`."""
+        """An array whose lanes all hold the bits `value`."""
         itemsize = np.dtype(kind).itemsize
         if kind == "?":
             return np.full(self.lanes, bool(value))
@@ -60,7 +60,7 @@ class LaneValues:
         return np.full(self.lanes, value & ((1 << 8 * itemsize) - 1), f"u{itemsize}").view(kind)
 
     def steps(self, stride: int, kind: str) -> Array:
-        """`stride` times the number of the lane."""
+        """An array that holds `stride` times the number of the lane."""
         width = 8 * np.dtype(kind).itemsize
         return np.array([stride * n & ((1 << width) - 1) for n in range(self.lanes)], kind)
 
@@ -139,7 +139,7 @@ class LaneValues:
         return equal
 
     def agreed(self, predicate: Predicate) -> Predicate:
-        """True or False if all lanes agree."""
+        """The predicate, as True or False if all lanes agree."""
         if predicate is True or predicate is False:
             return predicate
         octets = predicate.tobytes()
@@ -149,7 +149,7 @@ class LaneValues:
         return p_not(self.agreed(predicate))
 
     def both(self, mask: Array, predicate: Predicate) -> Predicate:
-        """The lanes of `mask` in which the predicate is true; False for none."""
+        """The lanes of `mask` in which the predicate is true; False if there is none."""
         if predicate is True:
             return mask
         if predicate is False:

@@ -1,4 +1,4 @@
-"""Python code for integer instructions whose operands are numbers: the same in all lanes, or with a constant step."""
+"""Python code for integer instructions whose operands are numbers: equal in all lanes, or with a constant step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _INTEGER = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "b64", "
 
 @dataclass(frozen=True, slots=True)
 class NumberCode:
-    """`code` names the operands `{0}`, `{1}`, ... and gives lane 0's value, unsigned; a predicate's is a bool, or an
-    array if `shape.stride` is None."""
+    """The `code` for lane 0's unsigned value of a result, which names the operands `{0}`, `{1}`, ... For a predicate it
+    is a bool, or an array if `shape.stride` is None."""
 
     shape: LaneShape
     code: str
@@ -37,7 +37,7 @@ Sources = tuple[LaneShape, ...]
 
 
 def number_code(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode | None:
-    """None if the instruction has to be computed lane by lane, or by its general rule."""
+    """The code for an instruction. None if it has to be computed lane by lane, or by its general rule."""
     plan = _PLANS.get(instruction.opcode)
     known = all(s.stride is not None or s.flag or s.width == 1 for s in sources)
     if plan is None or not known:
@@ -46,7 +46,7 @@ def number_code(instruction: Instruction, sources: Sources, lanes: int) -> Numbe
 
 
 def _type(instruction: Instruction) -> str | None:
-    """The integer type that is the last modifier; None if that is something else."""
+    """The integer type in the last modifier; None if the last modifier is something else."""
     last = instruction.modifiers[-1] if instruction.modifiers else ""
     return last if last in _INTEGER else None
 
@@ -170,14 +170,14 @@ def _logic(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode
 
 
 def _disjoint(low: LaneShape, high: LaneShape, lanes: int) -> bool:
-    """True if `low` has only bits below those of `high`, in every lane."""
+    """True if all bits of `low` are below those of `high`, in every lane."""
     bits = low.high.bit_length()
     assert high.stride is not None
     return low.fits(lanes, low.width) and high.zeros >= bits and high.stride % (1 << bits) == 0
 
 
 def _masked(a: LaneShape, mask: LaneShape, lanes: int, width: int, code: str) -> NumberCode | None:
-    """A stepping value and a constant."""
+    """`and` of a value with a constant step and a constant mask."""
     if not mask.constant or not a.fits(lanes, width):
         return None
     value, span = mask.low, a.span(lanes)

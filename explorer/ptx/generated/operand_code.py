@@ -1,4 +1,4 @@
-"""Python expressions for operands: as a number, as an array of a numpy type, or as a predicate."""
+"""Python expressions for operands: a number, an array of a numpy type, or a predicate."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _FLOATS = {"f2": "u2", "f4": "u4", "f8": "u8"}
 
 
 class Operands:
-    """The operands of one kernel in units of one shape. `shapes` by register; `homes` the numpy type of each array
-    register.
+    """The operands of one kernel in units of one shape. `shapes` and `homes` have the shape of each register and the
+    numpy type of each array register.
 
     `names` are the globals of the expressions; `variable` gives the name that holds a register's value.
     """
@@ -54,7 +54,7 @@ class Operands:
         return self.homes.get(register.name) or numpy_word(register.kind)
 
     def shape(self, operand: Operand | None, width: int) -> LaneShape:
-        """The shape of an operand; `width` counts for a literal."""
+        """The shape of an operand. `width` is the width of a literal."""
         if isinstance(operand, Register):
             return self.shapes.get(operand.name) or anything(WIDTHS.get(operand.kind, 64))
         if isinstance(operand, Integer):
@@ -70,7 +70,7 @@ class Operands:
         return anything(width)
 
     def number(self, operand: Operand | None, width: int) -> str:
-        """The code of an operand with a stride, or of a predicate or flag."""
+        """The code of an operand that has a stride, or is a predicate or flag."""
         if isinstance(operand, Register):
             return self.variable(operand)
         if isinstance(operand, Negated):
@@ -86,7 +86,7 @@ class Operands:
         return self.named(special_value(operand.name), "special", operand.name)
 
     def named(self, value: Any, *key: Any) -> str:
-        """A name for an object in the generated code."""
+        """Give an object a name in the generated code; returns the name."""
         name = self._constants.get(key)
         if name is None:
             name = self._constants[key] = f"K{len(self._constants)}"
@@ -108,7 +108,7 @@ class Operands:
         return self.named(np.dtype(kind), "dtype", kind)
 
     def array(self, operand: Operand | None, kind: str) -> str:
-        """An array of the numpy type `kind`."""
+        """The code of an operand as an array of the numpy type `kind`."""
         if kind == "?":
             return f"_p_array({self.number(operand, 1)})"
         word = f"u{kind[1:]}" if kind != "V16" else kind
@@ -128,7 +128,7 @@ class Operands:
         return self.cast(self.spread(self.number(operand, 0), shape, word), word, kind)
 
     def spread(self, code: str, shape: LaneShape, word: str) -> str:
-        """All lanes' values of a number or flag."""
+        """The code of a number or flag as an array of all lanes' values."""
         if shape.flag:
             return f"_flag_{word}({code})"
         if shape.constant:
@@ -142,7 +142,7 @@ class Operands:
         return code if word == kind else f"{code}.view({self.dtype(kind)})"
 
     def address(self, address: Address) -> tuple[str, int | None]:
-        """The code of an address with its offset, and its stride."""
+        """The code of an address including its offset, and the stride of the address."""
         base, offset = address.base, address.offset
         if base is None:
             return str(offset), 0
@@ -158,7 +158,7 @@ class Operands:
         return (f"({code}+{self.constant(offset, kind)})" if offset else code), None
 
     def address_array(self, address: Address) -> str:
-        """Every lane's address, as 64-bit words or as wide as its register."""
+        """The code of each lane's address, in 64-bit words or as wide as its register."""
         code, stride = self.address(address)
         return code if stride is None else f"_step_u8({code},{self.steps(stride, 'u8')})"
 
@@ -177,7 +177,8 @@ def _float_bits(operand: Float, kind: str) -> int:
 
 
 def scalar_functions() -> dict[str, Callable[..., Any]]:
-    """`_scalar_f4(bits)` gives a numpy scalar, `_bits_f4(scalar)` the bits as a Python int."""
+    """Functions for each type: `_scalar_f4(bits)` returns a numpy scalar, `_bits_f4(scalar)` its bits as a Python
+    int."""
     functions: dict[str, Callable[..., Any]] = {"_scalar_b": np.bool_, "_bits_b": bool}
     for letter in "uif":
         for size in (1, 2, 4, 8):

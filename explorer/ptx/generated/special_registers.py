@@ -1,4 +1,4 @@
-"""Special registers: their values in each unit, and their shapes before a kernel runs."""
+"""Special registers: their shapes, known before a kernel runs, and their values in a unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tricomm.explorer.ptx.unit_view import WARP, UnitShape, UnitView
 
 
 def special_shape(name: str, unit: UnitShape) -> LaneShape:
-    """The shape of the special register `name`, of 32 bits unless it is one of the clocks."""
+    """The shape of the special register `name`, which has 32 or 64 bits."""
     width = 64 if name in ("%clock64", "%globaltimer", "%gridid", "%current_graph_exec") else 32
     if name == "%tid.x" and unit.flat:
         return LaneShape(32, 1, 0, unit.threads[0] - 1, 5 if unit.warp else 128)
@@ -33,8 +33,8 @@ def special_shape(name: str, unit: UnitShape) -> LaneShape:
 
 
 def special_value(name: str) -> Callable[[UnitView], int | Array] | None:
-    """The function that reads it from a unit: as a number, or as an array of 32-bit integers if `special_shape` knows
-    nothing; None for an unknown special register."""
+    """The function that reads the special register `name` of a unit. It returns a number, or an array of 32-bit
+    integers if `special_shape` returns no known shape. None for an unknown special register."""
     base, _, part = name.partition(".")
     axis = "xyz".find(part) if part else 0
     if axis < 0:
@@ -68,7 +68,7 @@ _AXES: dict[str, Callable[[UnitView, int], int | Array]] = {
     "%ntid": lambda unit, axis: unit.shape.threads[axis],
     "%ctaid": lambda unit, axis: unit.block.index[axis],
     "%nctaid": lambda unit, axis: unit.block.grid[axis],
-    # No clusters: each block counts as one.
+    # Clusters are not simulated: each block counts as a cluster.
     "%clusterid": lambda unit, axis: unit.block.index[axis],
     "%nclusterid": lambda unit, axis: unit.block.grid[axis],
     "%cluster_ctaid": lambda unit, axis: 0,

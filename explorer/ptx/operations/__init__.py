@@ -1,1 +1,1 @@
-"""Instructions that do more than arithmetic: memory, atomics, exchanges in a warp, barriers in memory."""
+"""Instructions other than arithmetic: memory accesses, atomics, exchanges within a warp, barriers and fences."""

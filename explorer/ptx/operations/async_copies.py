@@ -1,4 +1,5 @@
-"""`cp.async`: copies from global to shared memory, performed as late as allowed: when a lane waits for them."""
+"""`cp.async`: copies from global to shared memory. They are performed as late as possible, when a lane waits for
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _NOT_COMMITTED, _DONE = -1, -2
 
 @dataclass(eq=False)
 class Copy:
-    """One `cp.async` of a unit; `groups` has each lane's group. `sizes`: bytes to read; the rest is filled with 0."""
+    """One `cp.async` of a unit. `groups` has each lane's group, `sizes` the bytes to read; the rest is filled with
+    0."""
 
     sites: CopySites
     targets: Array
@@ -32,7 +34,7 @@ class Copy:
 
 
 class CopySites:
-    """The load and the store of a copy of `size` bytes."""
+    """The load and the store of copies of `size` bytes."""
 
     def __init__(self, instruction: Instruction, size: int, lanes: int) -> None:
         self.size, self.lanes = size, lanes
@@ -60,7 +62,7 @@ def _form(kind: str, space: str, itemsize: int, elements: int, instruction: Inst
 
 
 class Copies:
-    """The pending copies of a unit. `committed`: number of committed groups by lane."""
+    """The pending copies of a unit. `committed` has the number of committed groups of each lane."""
 
     def __init__(self, lanes: int) -> None:
         self.pending: list[Copy] = []
@@ -73,7 +75,8 @@ class Copies:
         self.committed[mask] += 1
 
     def wait(self, unit: UnitView, mask: Array, newest: int | None) -> None:
-        """Perform the copies of the lanes `mask` except the `newest` groups and those in no group; None: all."""
+        """Perform the copies of the lanes `mask`, except those of the `newest` latest groups and those in no group. If
+        `newest` is None, perform all."""
         for copy in self.pending:
             if newest is None:
                 lanes = mask & (copy.groups != _DONE)

@@ -1,4 +1,4 @@
-"""`atom` and `red`: lane after lane; each lane sees the results of those before it."""
+"""`atom` and `red`. They are performed lane by lane, so that each lane reads the results of the lanes before it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Change = Callable[[int, tuple[int, ...]], int]
 
 
 def change_of(form: MemoryForm) -> Change:
-    """(old bits, operands' bits) -> new bits."""
+    """A function that computes the new bits from the old bits and the operands' bits."""
     bits = 8 * form.itemsize
     most, half = (1 << bits) - 1, 1 << (bits - 1)
     if form.op == "cas":
@@ -62,21 +62,21 @@ def _of_floats(form: MemoryForm) -> Change:
 
 
 def decoded(words: Array, kind: str) -> Array:
-    """The numbers in words of memory; a bf16 as a float, and two numbers of a word of halves."""
+    """The numbers in words of memory: a bf16 as a float, and two numbers for a word of packed halves."""
     if kind.startswith("bf16"):
         return from_bf16(words.view("u2"))  # type: ignore[no-any-return]
     return words.view(numpy_type(kind.removesuffix("x2")))
 
 
 def encoded(values: Array, kind: str, itemsize: int) -> Array:
-    """The reverse, rounded to nearest; a NaN becomes the canonical one."""
+    """The words of memory for numbers, rounded to nearest. A NaN becomes the canonical NaN."""
     if kind in ("f16", "f16x2", "f32") or kind.startswith("bf16"):
         values = {"f32": canonical_f4, "f16": to_f16}.get(kind.removesuffix("x2"), to_bf16)(values)
     return np.ascontiguousarray(values).view(f"u{itemsize}")
 
 
 class AtomicSite:
-    """One `atom` or `red` in the code."""
+    """One `atom` or `red` of a kernel."""
 
     def __init__(self, form: MemoryForm, site: MemorySite) -> None:
         self.form, self.site = form, site
@@ -119,7 +119,7 @@ class AtomicSite:
         return [np.ascontiguousarray(table[:, n]) for n in range(elements)]
 
     def _one(self, unit: UnitView, space: str, address: int, given: list[int]) -> Array:
-        """Change memory for one lane; returns the old bytes."""
+        """Perform the operation for one lane; returns the old bytes."""
         size, elements = self.form.itemsize, self.form.elements
         aligned(address, size * elements)
         region = FIND[space](unit, address, size * elements)

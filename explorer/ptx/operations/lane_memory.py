@@ -1,4 +1,5 @@
-"""Reading and writing memory for many lanes at once: by address, by a step between lanes, or one address for all."""
+"""Reads and writes memory for many lanes at once: by an address per lane, by a step between lanes, or by one
+address."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.global_memory import AddressRange, BadAddress
 from tricomm.explorer.ptx.unit_view import UnitView
 
-# Generic addresses from here on are in the block's shared memory, and in the lane's local memory.
+# The first generic addresses of the block's shared memory, and of the lane's local memory.
 SHARED_WINDOW, LOCAL_WINDOW = 1 << 60, 1 << 61
 _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3}
 _TOP = np.uint64(1 << 62)
@@ -49,7 +50,7 @@ def aligned(address: int, nbytes: int) -> None:
 
 
 def read_steps(region: AddressRange, base: int, stride: int, count: int, size: tuple[int, int]) -> list[Array]:
-    """Read lanes at `base`, `base + stride`, ...: one array per element; `size` is (itemsize, elements)."""
+    """Read for lanes at `base`, `base + stride`, ... Returns one array per element. `size` is (itemsize, elements)."""
     itemsize, elements = size
     view = region.views[itemsize]
     first = (base - region.starts[itemsize]) // itemsize
@@ -68,7 +69,7 @@ def write_steps(region: AddressRange, base: int, stride: int, itemsize: int, val
 
 
 def places(region: AddressRange, addresses: Array, itemsize: int) -> Array:
-    """Indices into `region.views[itemsize]`; those before its start are beyond its end."""
+    """Indices into `region.views[itemsize]`. Addresses before its start get indices beyond its end."""
     offsets = addresses - np.uint64(region.starts[itemsize])
     shift = _SHIFT[itemsize]
     if shift:
@@ -79,7 +80,7 @@ def places(region: AddressRange, addresses: Array, itemsize: int) -> Array:
 
 
 def read_lanes(unit: UnitView, find: Find, addresses: Array, size: tuple[int, int]) -> list[Array]:
-    """Read `addresses` (uint64): one array per element."""
+    """Read at `addresses` (uint64). Returns one array per element."""
     if not len(addresses):
         return [np.empty(0, f"u{size[0]}") for _ in range(size[1])]
     itemsize, elements = size
@@ -94,7 +95,7 @@ def read_lanes(unit: UnitView, find: Find, addresses: Array, size: tuple[int, in
 
 
 def _check(region: AddressRange, addresses: Array, width: int) -> None:
-    """Check that all addresses are aligned. The access itself detects those outside of the region."""
+    """Check that all addresses are aligned. The access itself detects addresses outside of the region."""
     if width > 1 and np.bitwise_or.reduce(addresses).item() & (width - 1):
         bad = addresses[addresses % np.uint64(width) != 0]
         aligned(bad.item(0), width)
@@ -113,7 +114,7 @@ def _each_region(unit: UnitView, find: Find, addresses: Array, size: tuple[int, 
 
 
 def write_lanes(unit: UnitView, find: Find, addresses: Array, itemsize: int, values: list[Array]) -> None:
-    """If lanes have the same address, the last one's value stays."""
+    """Write to `addresses`. If several lanes have the same address, the value of the last one stays."""
     if not len(addresses):
         return
     width = itemsize * len(values)
@@ -133,14 +134,14 @@ def write_lanes(unit: UnitView, find: Find, addresses: Array, itemsize: int, val
 
 
 def run_of(mask: Array) -> tuple[int, int] | None:
-    """The first active lane and the one after the last, if all lanes between are active; else None."""
+    """The first active lane and the one after the last, if all lanes between them are active; else None."""
     octets = mask.tobytes()
     first, last = octets.find(1), octets.rfind(1) + 1
     return (first, last) if octets.count(1) == last - first else None
 
 
 def octets_of(values: list[Array]) -> Array:
-    """One array per element -> uint8 [n, width]."""
+    """The values of all elements (one array per element) as bytes, uint8 [n, width]."""
     if len(values) == 1:
         return values[0].view("u1").reshape(len(values[0]), -1)
     stacked = np.stack(values, axis=1)
@@ -148,7 +149,7 @@ def octets_of(values: list[Array]) -> Array:
 
 
 def values_of(octets: Array, size: tuple[int, int]) -> list[Array]:
-    """uint8 [n, width] -> one array per element."""
+    """Bytes, uint8 [n, width], as one array per element."""
     itemsize, elements = size
     if elements == 1:
         return [np.ascontiguousarray(octets).reshape(-1).view(f"u{itemsize}")]

@@ -1,4 +1,4 @@
-"""`ld` and `st`: straight to memory, or as a ThreadAccess if the unit's surroundings watch."""
+"""`ld` and `st`. They access memory directly, or by a `ThreadAccess` if the unit's surroundings watch accesses."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _MASK = (1 << 64) - 1
 
 
 class MemorySite:
-    """One memory instruction in code for units of `lanes` lanes; its address grows by `stride` from lane to lane.
+    """One memory instruction, for units of `lanes` lanes. Its address grows by `stride` from lane to lane.
 
-    `stride` None: the address is an array. Methods take the unit, the active lanes (None: all), and the address with
-    its offset (lane 0's as a number, if there is a stride). They return one array per element, over all lanes; inactive
-    ones have 0.
+    If `stride` is None, the address is an array. Methods take the unit, the active lanes (None: all), and the address
+    including its offset (a number, lane 0's address, if there is a stride). They return one array per element, with
+    values for all lanes; 0 for inactive ones.
     """
 
     def __init__(self, form: MemoryForm, lanes: int, stride: int | None) -> None:
@@ -70,7 +70,7 @@ class MemorySite:
         return values if run == (0, self.lanes) else [self._spread(value, slice(*run)) for value in values]
 
     def _steps(self, unit: UnitView, base: int, first: int, last: int) -> tuple[Any, int, int]:
-        """The region of these lanes' elements, the address of the first one, and the stride."""
+        """The region of the elements of these lanes, the address of the first element, and the stride."""
         assert self.stride is not None
         start = base + self.stride * first
         aligned(start | self.stride, self.width)
@@ -87,7 +87,8 @@ class MemorySite:
         return [self._spread(value, mask) for value in read_lanes(unit, FIND[space], addresses[mask], self.size)]
 
     def load_number(self, unit: UnitView, base: int) -> int | list[int]:
-        """All lanes read the same address: one number per element, or just the number."""
+        """Load for lanes that all read the same address: one number per element, or only the number if there is one
+        element."""
         space = self.form.space
         if space in ("", "local") or unit.watched[space]:
             arrays = self.load(unit, None, base)
@@ -183,7 +184,8 @@ class MemorySite:
         unit.tell(self._access(unit, space, mask, addresses, perform, None, lambda: octets_of(given)))
 
     def _redirected(self, unit: UnitView, mask: Array | None, base: int | Array, values: Sequence[Array] = ()) -> Any:
-        """An access to local memory, which each lane has for itself, or by a generic address, which has the space."""
+        """Perform an access to local memory, of which each lane has its own, or by a generic address, which contains
+        the space."""
         addresses = self.addresses(base)
         active = np.ones(self.lanes, bool) if mask is None else mask
         results = [np.zeros(self.lanes, f"u{self.size[0]}") for _ in range(self.size[1])]
@@ -201,7 +203,7 @@ class MemorySite:
 
 
 def resolved(unit: UnitView, space: str, addresses: Array, active: Array) -> list[tuple[str, Array, Array]]:
-    """(space, active lanes in it, their addresses in it) for each space that active lanes access."""
+    """For each space that active lanes access: (space, these lanes, their addresses in the space)."""
     if space not in ("", "local"):
         return [(space, active, addresses)]
     lanes = unit.local_offsets

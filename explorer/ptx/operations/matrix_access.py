@@ -1,7 +1,7 @@
 """`ldmatrix` and `stmatrix`: 8 by 8 matrices of 16 bits between shared memory and the lanes of a warp.
 
-Lane 8 i + r has the address of row r of matrix i. In registers lane n has elements 2 (n % 4) and the next one of row
-n / 4; transposed, of column n / 4.
+Lane 8 i + r gives the address of row r of matrix i. The register of lane n has elements 2 (n % 4) and 2 (n % 4) + 1 of
+row n / 4; if transposed, of column n / 4.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Matrices:
         self.has_row = self.lane < 8 * count
 
     def to_registers(self, rows: Array, transposed: bool) -> list[Array]:
-        """Rows as uint32 [lanes, 4] -> one uint32 a lane for each matrix."""
+        """The registers for rows, which are uint32 [lanes, 4]: for each matrix one uint32 per lane."""
         row, column = self.lane // 4, self.lane % 4
         registers = []
         for i in range(self.count):
@@ -44,7 +44,7 @@ class Matrices:
         return registers
 
     def to_rows(self, values: list[Array], transposed: bool) -> list[Array]:
-        """The reverse: a row's four words, one array per word; lanes without a row have 0."""
+        """The rows for registers: a row's four words, one array per word. Lanes without a row have 0."""
         halves = np.zeros((self.lanes, 8), "u2")
         for i, value in enumerate(values):
             mine = np.flatnonzero(self.lane // 8 == i)

@@ -1,10 +1,10 @@
-"""`mma.sync` of f16, bf16, tf32, e4m3 and e5m2 with sums in f32: a warp's lanes hold the parts of three small matrices.
+"""`mma.sync` of f16, bf16, tf32, e4m3 and e5m2 with f32 sums. The lanes of a warp hold the parts of small matrices.
 
 With n the lane, E = 32 / bits elements a register, g = n / 4 and t = n % 4: register r of A has columns
 E (t + 4 (r / 2)) and following of row g + 8 (r % 2), register r of B has rows E (t + 4 r) and following of column g.
 Registers 2 i and 2 i + 1 of C and D are columns 2 t and 2 t + 1 of row g + 8 i.
 
-Hardware sums the products in an order that it does not tell; here a sum is computed in double and rounded once.
+The order in which hardware adds the products is not documented. Here a sum is computed in double and rounded once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tricomm.explorer.ptx.operations.memory_forms import flat, unknown_form
 from tricomm.explorer.ptx.operations.operation import KnownOperands, Operation
 from tricomm.explorer.ptx.unit_view import WARP, UnitView
 
-_ELEMENTS = {"tf32": 1, "f16": 2, "bf16": 2, "e4m3": 4, "e5m2": 4}  # of a register
+_ELEMENTS = {"tf32": 1, "f16": 2, "bf16": 2, "e4m3": 4, "e5m2": 4}  # per register
 _KIND = "|".join(_ELEMENTS)
 _FORM = re.compile(rf"sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.({_KIND})\.({_KIND})\.f32")
 _SMALL = {kind: decoded(kind) for kind in ("e4m3", "e5m2")}
@@ -62,7 +62,7 @@ def multiply(instruction: Instruction, operands: KnownOperands, partial: bool) -
 
 
 def _elements(word: Array, kind: str) -> list[Array]:
-    """The numbers in registers, the lowest bits first."""
+    """The numbers in registers. The number in the lowest bits is the first."""
     if kind == "tf32":
         return [(word & np.uint32(0xFFFFE000)).view("f4")]
     if kind in _SMALL:

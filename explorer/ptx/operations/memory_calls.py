@@ -1,4 +1,5 @@
-"""Loads, stores, atomics and `cvta` as calls: widths of registers and memory, 128 bits, parameters."""
+"""Turns loads, stores, atomics and `cvta` into calls. Handles widths of registers and memory, 128 bits, and
+parameters."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def _single(values: list[Array]) -> Any:
 
 
 def _paired(values: list[Array]) -> list[Array]:
-    """64-bit halves -> 128 bits."""
+    """Values of 128 bits from their 64-bit halves."""
     return [
         np.stack([low, high], axis=1).view("V16").reshape(len(low))
         for low, high in zip(values[::2], values[1::2], strict=True)
@@ -149,7 +150,7 @@ def atomic(instruction: Instruction, operands: KnownOperands, partial: bool) -> 
 
 
 def _parameter(instruction: Instruction, operands: KnownOperands) -> Operation:
-    """`ld.param`: the same number in all lanes. Not a memory access, because parameters are read-only."""
+    """`ld.param`: the same number in all lanes. It is no memory access, because parameters are read-only."""
     target, address = instruction.operands[:2]
     targets = target.elements if isinstance(target, Vector) else (target,)
     kind = instruction.modifiers[-1]
@@ -173,12 +174,12 @@ def _parameter(instruction: Instruction, operands: KnownOperands) -> Operation:
     return Operation(call, targets, ("number",) * len(targets), address)
 
 
-# Generic addresses have the space in their highest bits; global ones are unchanged.
+# Generic addresses have the space in their highest bits. Global addresses are unchanged.
 WINDOWS = {"global": 0, "const": 0, "param": 0, "shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
 
 
 def window_of(instruction: Instruction) -> int:
-    """The offset that makes an address generic; negative for the reverse."""
+    """The offset that `cvta` adds to make an address generic. It is negative for the reverse."""
     modifiers = [m.split("::")[0] for m in instruction.modifiers]
     space = next((m for m in modifiers if m in WINDOWS), None)
     if space is None or modifiers[-1] not in ("u64", "b64") or space == "param":
@@ -187,7 +188,7 @@ def window_of(instruction: Instruction) -> int:
 
 
 def cvta(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation | None:
-    """None if the address is a number: then `generated.number_code` handles it."""
+    """`cvta` as a call; None if the address is a number, for which `generated.number_code` has the code."""
     target, source = instruction.operands
     window = window_of(instruction)
     if operands.shape(source, 64).stride is not None:

@@ -1,4 +1,4 @@
-"""A memory instruction's kind, space, width, order and scope, from its modifiers."""
+"""Reads a memory instruction's kind, space, width, semantics and scope from its modifiers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _SIZES = {kind: bits // 8 for kind, bits in WIDTHS.items() if bits >= 8}
 
 @dataclass(frozen=True, slots=True)
 class MemoryForm:
-    """`type` as in the text ("u8", "bf16x2"), `itemsize` its bytes, `space` "" for a generic address.
+    """A memory instruction's operation and operands.
 
-    `sem` and `scope` are None for a weak access; `op` is "" for a load or store.
+    `type` is as in the text ("u8", "bf16x2"), `itemsize` its bytes. `space` is "" for a generic address. `sem` and
+    `scope` are None for a weak access. `op` is "" for a load or store.
     """
 
     kind: str
@@ -51,7 +52,7 @@ class MemoryForm:
         return self.sem is not None
 
     def access(self, space: str, threads: Array, addresses: Array, *how: Any) -> ThreadAccess:
-        """The access of `threads` to `addresses` of `space`; `how` is `perform`, `supply` and `stored` of it."""
+        """The access of `threads` to `addresses` of `space`. `how` has its `perform`, `supply` and `stored`."""
         return ThreadAccess(
             self.kind,
             self.op,
@@ -68,19 +69,20 @@ class MemoryForm:
 
 
 def place_of(instruction: Instruction) -> str:
-    """The text, PTX line and Python line of an instruction: of Triton's own library, the line that calls it."""
+    """The text, PTX line and Python line of an instruction. For code of Triton's library, the Python line that calls
+    it."""
     lines = [line for line in instruction.source if "/triton/language/" not in line.file] or instruction.source
     where = f"{lines[0].file}:{lines[0].line}" if lines else "no source line"
     return f"`{instruction.text.strip()}` (PTX line {instruction.line}, {where})"
 
 
 def unknown_form(instruction: Instruction, why: str) -> InvalidArgument:
-    """The error for an instruction that is refused."""
+    """The error for an instruction that is not supported."""
     return InvalidArgument(f"{place_of(instruction)}: {why}")
 
 
 def address_of(instruction: Instruction, operand: Operand | None) -> Address:
-    """`operand` as an address, which `instruction` needs. Raises `InvalidArgument` if it is something else."""
+    """`operand`, which must be an address. Raises `InvalidArgument` if it is something else."""
     if not isinstance(operand, Address):
         raise unknown_form(instruction, "an address in brackets is expected")
     return operand
@@ -112,7 +114,7 @@ def memory_form(instruction: Instruction) -> MemoryForm:
         if not op:
             raise unknown_form(instruction, "the operation is not known")
     elif sem is not None:
-        scope = scope or "sys"  # a volatile access is a relaxed one of system scope
+        scope = scope or "sys"  # a volatile access is a relaxed access of system scope
     address, results, sources = _operands(instruction)
     kind = {"ld": "load", "ldu": "load", "st": "store", "red": "red", "atom": "cas" if op == "cas" else "rmw"}[kind]
     count = max(len(results), 1 if kind in ("rmw", "cas") else len(sources))
@@ -141,7 +143,7 @@ def _operands(instruction: Instruction) -> tuple[Address, tuple[Operand | None, 
 
 
 def flat(operands: tuple[Operand | None, ...]) -> tuple[Operand | None, ...]:
-    """Vectors replaced by their elements."""
+    """The operands, with vectors replaced by their elements."""
     result: list[Operand | None] = []
     for operand in operands:
         result += operand.elements if isinstance(operand, Vector) else (operand,)

@@ -1,4 +1,4 @@
-"""`multimem`: one address that stands for the same place in several GPUs' memory."""
+"""`multimem`: accesses by an address that stands for the same place in the memory of several GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An instruction that is a call of a Python function: memory, exchanges, barriers and the like."""
+"""An instruction that is executed by a call of a Python function: memory, exchanges, barriers and so on."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from tricomm.explorer.ptx.unit_view import UnitShape
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`call(unit, mask, [address,] *arguments)`; `mask` None: all lanes.
+    """An instruction as `call(unit, mask, [address,] *arguments)`. A `mask` of None stands for all lanes.
 
-    results     destinations, None for `_`; with more than one, `call` gives a tuple
-    kinds       of the results: the numpy type of an array, "?" for a predicate, "number" for one number for all lanes
-    address     passed first: a number if it is known to step from lane to lane, else an array
-    arguments   (operand, numpy type), passed as arrays; "?" as an array of bools; "number": a number, for what is
-                uniform
-    waits       lanes of a warp meet here: it needs all lanes that `members` (an operand, a mask by lane) names, or all
-    strong      it reads memory in a way that may wait for another unit
+    results     destinations, None for `_`; with more than one, `call` returns a tuple
+    kinds       kinds of the results: numpy type of an array, "?" for a predicate, "number" for one number for all lanes
+    address     passed first: a number if it has a known step from lane to lane, else an array
+    arguments   (operand, numpy type), passed as arrays; type "?" as an array of bools; type "number" as one number, if
+                the operand is uniform
+    waits       lanes of a warp wait for each other here: for those in `members` (an operand, a mask by lane), or for
+                all
+    strong      it is a read that may poll for another unit's write
     """
 
     call: Callable[..., Any]
@@ -40,7 +41,7 @@ class KnownOperands(Protocol):
     def unit(self) -> UnitShape: ...
 
     def shape(self, operand: Operand | None, width: int) -> Any:
-        """A `LaneShape`; `width` counts for a literal."""
+        """The `LaneShape` of an operand. `width` is the width of a literal."""
 
     def address(self, address: Address) -> tuple[str, int | None]:
-        """The code of an address with its offset, and its stride."""
+        """The code of an address including its offset, and the stride of the address."""

@@ -1,4 +1,4 @@
-"""Barriers of a block and of a warp, fences, and instructions that only take time."""
+"""Barriers of a block and of a warp, fences, and instructions without effect on memory or registers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fence(instruction: Instruction, operands: KnownOperands, partial: bool) -> O
     if rest == ["proxy", "alias"]:
         return Operation(lambda unit, mask: unit.fence("alias", "sys", mask, instruction))
     if special and not (ordered and rest[0] == "proxy"):
-        return nothing(instruction, operands, partial)  # other proxies take the same path to memory here
+        return nothing(instruction, operands, partial)  # the other proxies do not differ in this simulation
     name, reach = "sc" if ordered == ["sc"] else "acq_rel", scope or "sys"
 
     def call(unit: UnitView, mask: Array | None) -> None:
@@ -39,7 +39,7 @@ def fence(instruction: Instruction, operands: KnownOperands, partial: bool) -> O
 
 
 def barrier(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
-    """In a masked unit `call` gives (number, count or None, predicate), and the unit waits."""
+    """A barrier of a block. `call` arrives and waits; it returns the result of a reduction, if there is one."""
     modifiers = [m for m in instruction.modifiers if m not in ("cta", "aligned")]
     if modifiers[:1] == ["warp"]:
         members = instruction.operands[0]
@@ -76,7 +76,7 @@ def barrier(instruction: Instruction, operands: KnownOperands, partial: bool) ->
 
 
 def dependency(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
-    """`griddepcontrol`: the surroundings know which launches may overlap."""
+    """`griddepcontrol`. The surroundings know which launches may overlap."""
     if instruction.modifiers == ("wait",):
         return Operation(lambda unit, mask: unit.wait_for_launches(mask, instruction))
     if instruction.modifiers == ("launch_dependents",):
@@ -85,10 +85,10 @@ def dependency(instruction: Instruction, operands: KnownOperands, partial: bool)
 
 
 def nothing(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
-    """Hints, and instructions without effect on one launch that runs alone on its stream."""
+    """Hints, and instructions without effect here."""
     return Operation(lambda unit, mask: None)
 
 
 def policy(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
-    """`createpolicy`: a cache hint; no cache is modelled."""
+    """`createpolicy`, which makes a cache hint. No cache is modelled."""
     return Operation(lambda unit, mask, *rest: 0, (instruction.operands[0],), ("number",))

@@ -33,7 +33,8 @@ CONTROL = ("bra", "ret", "exit", "trap", "brkpt")
 
 
 def make_operation(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation | None:
-    """None if the instruction does not become a call. `partial`: some lanes of a unit may not take part.
+    """The call for an instruction; None if it does not become a call. `partial`: some lanes of a unit may not take
+    part.
 
     Raises `InvalidArgument` for a form that is not known.
     """

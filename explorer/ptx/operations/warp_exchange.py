@@ -1,7 +1,7 @@
 """`shfl`, `vote`, `redux`, `activemask`: exchanges between lanes of a warp.
 
-A unit may be a block: its lanes are then several warps. Lanes that are not active, or not in the member mask, take no
-part. A value read from them is undefined; here it is the reader's own.
+If a unit is a block, its lanes form several warps. Lanes that are not active, or not in the member mask, do not take
+part. A value that is read from them is undefined; here it is the reader's own value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _ALL = (1 << _WARP) - 1
 
 
 class WarpLanes:
-    """The lanes of a unit as rows of one warp each; a last warp that is not full has lanes that are never active."""
+    """The lanes of a unit, in rows of one warp each. If the last warp is not full, its missing lanes are never
+    active."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -32,7 +33,7 @@ class WarpLanes:
         self.bits = (np.uint64(1) << self.lane.astype("u8")).astype("u8")
 
     def rows(self, values: Array, fill: Any) -> Array:
-        """[warps, 32]"""
+        """Values by lane as [warps, 32]."""
         if self.lanes == self.warps * _WARP:
             return values.reshape(self.warps, _WARP)
         padded = np.full(self.warps * _WARP, fill, values.dtype)
@@ -44,12 +45,12 @@ class WarpLanes:
         return np.repeat(by_warp, _WARP)[: self.lanes]
 
     def taking_part(self, mask: Array | None, members: Array) -> Array:
-        """The active lanes in the member mask (one mask per lane)."""
+        """The active lanes that are in the member masks (one mask per lane)."""
         named: Array = np.not_equal(members.astype("u8") & self.bits, 0)
         return named if mask is None else named & mask
 
     def ballot(self, chosen: Array) -> Array:
-        """One 32-bit mask per warp, as uint32 per lane."""
+        """The mask of chosen lanes of each lane's warp, uint32 per lane."""
         by_warp = np.bitwise_or.reduce(self.rows(np.where(chosen, self.bits, np.uint64(0)), 0), axis=1)
         return self.spread(by_warp).astype("u4")
 

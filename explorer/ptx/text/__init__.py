@@ -1,1 +1,1 @@
-"""PTX text -> a kernel: statements, declarations, operands, and their Python lines."""
+"""Reads a kernel from PTX text: statements, declarations, operands, and their Python lines."""

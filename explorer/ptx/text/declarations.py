@@ -22,14 +22,14 @@ def size_of(kind: str) -> int:
 
 
 def parameters(text: str) -> tuple[Parameter, ...]:
-    """The parameters of a list without its parentheses, with natural offsets."""
+    """The parameters in a parameter list (given without its parentheses), with natural offsets."""
     declared: list[Parameter] = []
     position = 0
     for part in divided(text):
         words, name, extent, _ = _declaration(part)
         kind = _kind(words, part)
         natural = size_of(kind)
-        # `.align` after `.ptr` is about the memory that the pointer refers to.
+        # `.align` after `.ptr` is the alignment of the memory that the pointer refers to.
         align = max(natural, 1 if "ptr" in words else _number_behind(words, "align", 1))
         size = natural * (1 if extent is None else extent)
         position = -(-position // align) * align
@@ -59,7 +59,7 @@ def registers(text: str, scope: Scope) -> None:
 
 
 def variables(text: str, scope: Scope) -> list[Variable]:
-    """The variables that a statement `.shared .align 16 .b8 x[4096]` declares, with names that are unique."""
+    """The variables that a statement such as `.shared .align 16 .b8 x[4096]` declares, with unique names."""
     start = text.split("=")[0]
     space = next((s for s in SPACES if re.search(rf"\.{s}\b", start)), None)
     if space is None:
@@ -69,7 +69,7 @@ def variables(text: str, scope: Scope) -> list[Variable]:
     words: list[str] = []
     for part in first:
         own, name, extent, value = _declaration(part)
-        words = own or words  # in `.b32 a, b` the directives of a hold for b
+        words = own or words  # in `.b32 a, b` the directives of a also apply to b
         kind = _kind(words, text)
         width = size_of(kind) * next((int(w[1]) for w in words if w in ("v2", "v4", "v8")), 1)
         size = width * (1 if extent is None else extent)
@@ -80,7 +80,8 @@ def variables(text: str, scope: Scope) -> list[Variable]:
 
 
 def _declaration(text: str) -> tuple[list[str], str, int | None, str]:
-    """Words without their dots, name, elements of an array (0 if open, None for a scalar), the initial value."""
+    """A declaration's words without their dots, its name, its number of elements (0 for an open array, None for a
+    scalar), and its initial value."""
     head, _, value = text.partition("=")
     words, name, extent = [], "", None
     for token in _TOKEN.findall(head):

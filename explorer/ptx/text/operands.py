@@ -1,4 +1,4 @@
-"""One operand of an instruction, read from its text."""
+"""Reads an operand of an instruction from its text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPEN, _CLOSE = "{[(", "}])"
 
 
 def divided(text: str, mark: str = ",") -> list[str]:
-    """`text`, split at each `mark` that no bracket encloses."""
+    """`text`, split at each `mark` outside of brackets."""
     if not text:
         return []
     if not any(bracket in text for bracket in _OPEN):
@@ -45,7 +45,7 @@ def divided(text: str, mark: str = ",") -> list[str]:
 
 
 def integer(text: str) -> int | None:
-    """A literal's value, or None if `text` is none."""
+    """The value of an integer literal; None if `text` is not one."""
     match = _INTEGER.fullmatch(text)
     if match is None:
         return None
@@ -55,7 +55,7 @@ def integer(text: str) -> int | None:
 
 
 def floating(text: str) -> Float | None:
-    """A floating-point literal, or None if `text` is none. A decimal one has 64 bits."""
+    """A floating-point literal; None if `text` is not one. A decimal literal has 64 bits."""
     if match := _FLOAT.fullmatch(text):
         return Float(int(match[1], 16), 32) if match[1] else Float(int(match[2], 16), 64)
     if _DECIMAL.fullmatch(text):
@@ -69,9 +69,9 @@ def _bits(value: float) -> int:
 
 
 def operand(text: str, scope: Scope) -> Operand:
-    """The operand in `text`. Raises `InvalidArgument` with an undeclared name, or an unknown form.
+    """The operand in `text`. Raises `InvalidArgument` for an undeclared name or an unknown form.
 
-    A destination `_` gives `Pair(None, None)`; an address that is no memory operand (`mov.u64 %rd1, x+4`) an `Address`.
+    A destination `_` is `Pair(None, None)`. An address without brackets (`mov.u64 %rd1, x+4`) is also an `Address`.
     """
     if (register := scope.register(text)) is not None:
         return register
@@ -130,7 +130,7 @@ def _address(text: str, scope: Scope) -> Operand:
         raise InvalidArgument(f"{text!r} is no address")
     inner = text[1:-1].strip()
     parts = divided(inner)
-    if len(parts) > 1:  # of a tensor: [map, {coordinates}]
+    if len(parts) > 1:  # the address in a tensor: [map, {coordinates}]
         return Vector(tuple(operand(part, scope) for part in parts))
     if (symbol := _base(inner, scope)) is not None:
         return Address(symbol)
@@ -149,5 +149,5 @@ def _base(name: str, scope: Scope) -> Register | Symbol | None:
 
 def _offset(match: re.Match[str]) -> int:
     value = integer(match[4])
-    assert value is not None  # the pattern of an offset is one of integers
+    assert value is not None  # the pattern of an offset matches only integers
     return -value if match[2] or match[3] else value

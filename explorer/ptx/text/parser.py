@@ -1,4 +1,4 @@
-"""PTX text of a module -> one kernel."""
+"""Reads one kernel from the PTX text of a module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _VARIABLE = re.compile(r"\.(?:extern|visible|weak|common|shared|const|global|loc
 
 @dataclass
 class _Row:
-    """An instruction with unresolved operands, because labels and variables may follow."""
+    """An instruction with unresolved operands, because labels and variables may be declared later."""
 
     text: str
     line: int
@@ -43,7 +43,7 @@ class _Row:
 
 @dataclass
 class _Body:
-    """The text between the braces of one entry."""
+    """The body of one entry, between its braces."""
 
     name: str
     header: Statement
@@ -56,8 +56,8 @@ class _Body:
 def parse(text: str, entry: str | None = None) -> PtxKernel:
     """The kernel `entry` of a module's PTX `text`; without a name, the module's only one.
 
-    Raises `InvalidArgument` with the PTX line if the text is cut off, has no such kernel, or uses an undeclared name.
-    Unknown instructions pass: the machine refuses them before it runs.
+    Raises `InvalidArgument` with the PTX line if the text is incomplete, has no such kernel, or uses an undeclared
+    name. Unknown instructions are accepted here. `units.grid` refuses them before the kernel runs.
     """
     module = _Module(SourceMap(text))
     for statement in statements(text):
@@ -80,7 +80,7 @@ class _Module:
         self._body: _Body | None = None
         self._scope: Scope | None = None
         self._header: Statement | None = None
-        self._foreign = 0  # depth of braces in a function that is no kernel
+        self._foreign = 0  # depth of braces within a function that is not a kernel
 
     def read(self, statement: Statement) -> None:
         """Take the next statement of the module."""
@@ -98,7 +98,7 @@ class _Module:
         elif kind == "open":
             self._open(statement)
         elif kind == "close":
-            assert self._scope is not None  # `statements` counts the braces
+            assert self._scope is not None  # because `statements` counts the braces
             self._scope = self._scope.outer if self._scope.outer is not self._globals else None
             self._body = self._body if self._scope is not None else None
         elif kind == "label":
@@ -175,7 +175,7 @@ class _Module:
         if body is None:
             raise InvalidArgument(f"the PTX has no kernel {entry}; it has {names}")
         header = _ENTRY.search(body.header.text)
-        assert header is not None  # it was one when the body began
+        assert header is not None  # it was a match when the body began
         registers: dict[str, Register] = {}
         instructions = tuple(_instruction(row, registers) for row in body.rows)
         dimensions = {m[0]: m[1:] for m in _DIMENSIONS.findall(header[3])}

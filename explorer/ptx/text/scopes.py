@@ -1,4 +1,4 @@
-"""Names in a kernel's text: registers, variables and labels of nested scopes, and special registers."""
+"""The names in a kernel's text: registers, variables and labels of nested scopes, and special registers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _SPECIAL = re.compile(
 
 
 def is_special(name: str) -> bool:
-    """`name` is a special register, with its component: `%tid.x`."""
+    """True if `name` is a special register, including its component, such as `%tid.x`."""
     return _SPECIAL.fullmatch(name) is not None
 
 
 @dataclass
 class Scope:
-    """One pair of braces. `number` is 0 for the kernel's own; names of an inner scope end with `@` and the number.
+    """The names declared within one pair of braces. `number` is 0 for the kernel's own scope. Names of an inner scope
+    end with `@` and its number.
 
     counted     `%r` -> (kind, count) of `.reg .b32 %r<160>`
     vectors     `%v` -> `%v.x`, `%v.y`, ... of `.reg .v4 .b32 %v`
@@ -44,7 +45,7 @@ class Scope:
         return f"{name}@{self.number}" if self.number else name
 
     def register(self, name: str) -> Register | None:
-        """The register of that name here or in a scope around, or None."""
+        """The register `name` of this scope or of a scope around it, or None."""
         for scope in self._outwards():
             if name in scope.vectors:
                 return None
@@ -53,15 +54,15 @@ class Scope:
         return None
 
     def vector(self, name: str) -> tuple[Register, ...] | None:
-        """The elements of the vector of that name here or in a scope around, or None."""
+        """The elements of the vector `name` of this scope or of a scope around it, or None."""
         return next((scope.vectors[name] for scope in self._outwards() if name in scope.vectors), None)
 
     def symbol(self, name: str) -> Symbol | None:
-        """The variable or parameter of that name, or None."""
+        """The variable or parameter `name`, or None."""
         return next((Symbol(scope.variables[name]) for scope in self._outwards() if name in scope.variables), None)
 
     def label(self, name: str) -> str | None:
-        """The unique name of a label, or None."""
+        """The unique name of the label `name`, or None."""
         return next((scope.labels[name] for scope in self._outwards() if name in scope.labels), None)
 
     def _outwards(self) -> Iterator[Scope]:
@@ -73,7 +74,7 @@ class Scope:
 
     def _of_a_range(self, name: str) -> Register | None:
         match = _NUMBERED.match(name) if self.counted else None
-        # `%r1` may be one of `%r<2>` or of `%r1<2>`, so every split of the digits is tried.
+        # `%r10` may be a register of `%r<20>` or of `%r1<2>`, so every split of the digits is tried.
         for end in range(len(match[1]), len(name)) if match else ():
             kind, count = self.counted.get(name[:end], ("", 0))
             if int(name[end:]) < count and str(int(name[end:])) == name[end:]:

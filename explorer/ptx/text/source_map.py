@@ -17,14 +17,14 @@ Place = tuple[str, str, str | None]
 
 
 class SourceMap:
-    """The Python lines of the current statement: `present`, innermost first.
+    """Tracks the Python lines of the current statement: `present`, innermost first.
 
-    `kernel` is the current kernel. Triton gives every inlined function the name of the kernel itself, so such a name is
-    left out.
+    `kernel` is the current kernel. Triton gives inlined functions the name of the kernel. This name says nothing, so it
+    is left out.
 
-    LLVM counts the lines of a piece of inline assembly as lines of the Python source, and Triton's loads and stores
-    are the second or third line of such a piece. So only the first location of a piece is taken. Line 0 is LLVM's
-    "no line in particular": the previous one stays.
+    LLVM counts the lines of inline assembly as if they were lines of the Python source, and Triton's loads and stores
+    are the second or third line of such assembly. So only the first location within it counts. Line 0 means "no line in
+    particular" in LLVM, so the previous line stays.
     """
 
     def __init__(self, text: str) -> None:
@@ -44,11 +44,11 @@ class SourceMap:
 
     @property
     def inline(self) -> bool:
-        """The present statement is part of a piece of inline assembly."""
+        """True if the current statement is part of inline assembly."""
         return self._inline
 
     def location(self, text: str) -> None:
-        """Read one `.loc`."""
+        """Read one `.loc` directive."""
         match = _LOC.match(text)
         if match is None or (self._inline and self._placed):
             return
@@ -65,7 +65,7 @@ class SourceMap:
 
 
 def _info_strings(text: str) -> dict[str | None, str]:
-    """Label -> string of the debug section."""
+    """For each label, the string in the debug section."""
     section = _STRINGS.search(text)
     names: dict[str | None, str] = {}
     label, data = None, bytearray()

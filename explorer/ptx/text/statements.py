@@ -1,4 +1,4 @@
-"""PTX text as a sequence of statements, without comments and debug sections."""
+"""Splits PTX text into statements, without comments and debug sections."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _BEGIN_INLINE, _END_INLINE = "// begin inline asm", "// end inline asm"
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """`kind` is "statement", "header" (of a function; "open" follows), "label", "open", "close", "inline" or "plain".
+    """A statement of PTX text, or a mark.
 
-    "inline" and "plain" are where inline assembly begins and ends.
+    `kind` is "statement", "label", "header" (of a function; "open" follows), "open", "close", "inline" or "plain".
+    "inline" and "plain" mark the begin and the end of inline assembly.
     """
 
     kind: str
@@ -40,7 +41,8 @@ def statements(text: str) -> Iterator[Statement]:
 
 
 class _Reader:
-    """`depth` counts scopes, `braces` the braces within the present statement, `skipping` the braces of a section."""
+    """The state of reading: `depth` is the depth of scopes, `braces` of braces within the present statement, and
+    `skipping` of braces within a section that is skipped."""
 
     def __init__(self) -> None:
         self.line = self.first = 1
@@ -48,7 +50,8 @@ class _Reader:
         self.depth = self.braces = self.skipping = 0
 
     def read(self, piece: str, stop: str) -> Iterator[Statement]:
-        """The statements that `piece`, which has no line end, and the `stop` after it complete."""
+        """The statements that are complete after `piece` (text without a line end) and the `stop` character after
+        it."""
         if self.skipping:
             self._skip(stop)
             return

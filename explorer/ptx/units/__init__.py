@@ -1,1 +1,1 @@
-"""Units of a grid that run: launches, one unit from its first instruction to its last, and its diverged lanes."""
+"""Runs the units of a grid: launches, single units from the first instruction to the last, and diverged lanes."""

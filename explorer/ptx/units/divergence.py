@@ -1,7 +1,7 @@
 """Runs diverged lanes of a unit until they reconverge.
 
-The groups of lanes run in turns. Lanes that a branch has divided wait for each other at its reconvergence point, but
-not for ever: they continue if the missing ones only wait, for a barrier or for a word in memory.
+The groups of lanes take turns. Lanes that a branch has divided wait for each other at its reconvergence point. But they
+continue if the missing lanes are waiting for a barrier or for a word in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Meeting:
 
 @dataclass(eq=False)
 class LaneGroup:
-    """Lanes that run together. `waiting`: at a barrier; `meets`: at an instruction for which lanes are missing."""
+    """Lanes that run together. `waiting`: they wait at a barrier. `meets`: they wait at an instruction that needs other
+    lanes."""
 
     mask: Array
     index: int
@@ -45,7 +46,7 @@ class LaneGroup:
 
 
 class Divergence:
-    """A divergence from instruction `at`, whose branch or guard holds only for the lanes `chosen`."""
+    """A divergence at instruction `at`, whose branch or guard is true only for the lanes `chosen`."""
 
     def __init__(self, unit: UnitView, at: int, chosen: Array, registers: list[Any]) -> None:
         self.unit, self.code = unit, unit.code
@@ -57,7 +58,8 @@ class Divergence:
         self._divide(LaneGroup(self.alive.copy(), at, ()), chosen)
 
     def run(self) -> tuple[int, list[Any]] | None:
-        """The block at which all lanes continue together, and their registers; None if all have ended."""
+        """Run the lanes. Returns the block at which all continue together, and their registers; None if all have
+        ended."""
         while self.parts or self.meetings:
             if (back := self._together()) is not None:
                 return back
@@ -106,7 +108,7 @@ class Divergence:
                 self._be_patient()
 
     def _place(self, part: LaneGroup, index: int) -> None:
-        """Let `part` continue at `index`, or wait for the other lanes of its meeting."""
+        """Let `part` continue at `index`, or wait there for the other lanes of its meeting."""
         part.index, part.passed = index, False
         if index >= len(self.code.kernel.instructions):
             self._leave(part)
@@ -185,7 +187,7 @@ class Divergence:
         self._place(part, piece.end)
 
     def _all_there(self, part: LaneGroup) -> bool:
-        """True if all lanes that an instruction needs have reached it; they become one part. Ended ones don't count."""
+        """True if all lanes that an instruction needs have reached it or ended. They become one part."""
         needed = self._members(part) & self.alive
         if not (needed & ~part.mask).any():
             return True
@@ -209,7 +211,7 @@ class Divergence:
             self._no_longer_missing(meeting, lanes)
 
     def _members(self, part: LaneGroup) -> Array:
-        """The lanes that the instruction's member masks name, in warps of the part only."""
+        """The lanes in the instruction's member masks, within the warps of the part."""
         operation = self.code.masked_operation(part.index)
         lanes = np.arange(self.unit.shape.lanes)
         warps, lane = lanes // WARP, lanes % WARP
@@ -226,7 +228,8 @@ class Divergence:
         return member_lanes
 
     def _unblock(self) -> None:
-        """No part can run: resume one at an open barrier, else lanes that wait for others, else let other units run."""
+        """No part can run. Resume a part whose barrier has opened, else lanes that wait for others, else let other
+        units run."""
         ready = [p for p in self.parts if p.waiting is not None and p.waiting.is_open()]
         if ready:
             part = ready[0]
@@ -261,7 +264,8 @@ class Divergence:
             part.meets = False
 
     def _be_patient(self) -> None:
-        """After a while, let lanes continue that wait for polling lanes: they may have to write the polled word."""
+        """After a while, resume the lanes that wait for polling lanes, because they may have to write the polled
+        word."""
         self.patience -= 1
         if self.patience == 0:
             self.patience = _PATIENCE

@@ -1,4 +1,4 @@
-"""Launches: the units of a grid as callables."""
+"""Launches a kernel: makes the units of a grid, which are callables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Size = tuple[int, int, int]
 
 
 def refuse_unknown(kernel: PtxKernel) -> None:
-    """Raises `InvalidArgument` with text, place and kernel for the first instruction that cannot be executed."""
+    """Raises `InvalidArgument` if an instruction cannot be executed, with the text, place and kernel of the first
+    one."""
     operands = Operands(kernel, UnitShape(WARP, True, (WARP, 1, 1)), {}, _Zeros())
     for instruction in kernel.instructions:
         try:
@@ -52,7 +53,8 @@ class _Zeros(dict[str, int]):
 def launch(
     loaded: LoadedKernel, grid: Size, threads: Size, shared_bytes: int, parameters: bytes, unit: str = "warp"
 ) -> list[BlockState]:
-    """The blocks of a launch, with their units. `shared_bytes`: dynamic shared memory; `unit`: "warp" or "block".
+    """The blocks of a launch, with their units. `shared_bytes` is the dynamic shared memory, `unit` is "warp" or
+    "block".
 
     Raises `InvalidArgument` for sizes that no GPU of the kernel's architecture has.
     """

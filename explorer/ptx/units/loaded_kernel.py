@@ -21,8 +21,8 @@ STEPS = 1 << 24
 class LoadedKernel:
     """A kernel with its variables in memory, ready to be launched.
 
-    steps   loop iterations that a unit may make
-    timed   its units report each basic block that they enter to their surroundings: `passes(number)`
+    steps   most loop iterations of a unit
+    timed   its units tell their surroundings which basic blocks they enter, by `passes(number)`
     """
 
     kernel: PtxKernel
@@ -38,7 +38,7 @@ class LoadedKernel:
     def __post_init__(self) -> None:
         self.addresses = {p.name: p.offset for p in self.kernel.parameters}
         self._kept: list[Any] = []
-        variables = sorted(self.kernel.variables.values(), key=lambda v: v.size == 0)  # dynamic memory comes last
+        variables = sorted(self.kernel.variables.values(), key=lambda v: v.size == 0)  # dynamic shared memory is last
         for variable in variables:
             if variable.space == "shared":
                 self.static_shared = -(-self.static_shared // variable.align) * variable.align
@@ -62,7 +62,7 @@ class LoadedKernel:
         self.addresses[name] = base
 
     def code(self, shape: UnitShape) -> KernelCode:
-        own = self if self._kept else None  # its code contains the addresses of its variables
+        own = self if self._kept else None  # a kernel with variables needs its own code, which contains their addresses
         return _code(self, shape, own)
 
 
@@ -75,11 +75,11 @@ def _code(loaded: LoadedKernel, shape: UnitShape, own: object) -> KernelCode:
     key = (id(loaded.kernel), id(own) if own is not None else 0, shape, loaded.timed)
     with _making:
         code = _codes.pop(key, None)
-        if code is None:  # the code refers to its kernel, so the kernel's id stays unique
+        if code is None:  # the code keeps a reference to its kernel, so the kernel's id stays unique
             code = KernelCode(loaded.kernel, shape, loaded.addresses, loaded.timed)
             if own is not None:
                 weakref.finalize(own, _codes.pop, key, None)
-        _codes[key] = code  # last: the most recently used
+        _codes[key] = code  # the last entry is the most recently used
         if len(_codes) > _MOST_KEPT:
             del _codes[next(iter(_codes))]
         return code

@@ -1,4 +1,4 @@
-"""One unit, a warp or a block, from its first instruction to its last."""
+"""Runs one unit, a warp or a block, from its first instruction to its last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tricomm.explorer.ptx.units.loaded_kernel import LoadedKernel
 
 
 class StepLimit(TricommError):
-    """A kernel made more loop iterations than allowed. The message has the lines of its present loop.
+    """A kernel made more loop iterations than allowed. The message has the lines of the loop that it is in.
 
     where   file:line of the first of these lines, if there is one
     """
@@ -33,7 +33,7 @@ class KernelTrap(TricommError):
 
 
 class Unit:
-    """Threads `threads` of `block`. A call runs them; `registers` of diverged lanes are in `divergence`."""
+    """The threads `threads` of `block`. A call runs them. The registers of diverged lanes are in `divergence`."""
 
     def __init__(self, program: LoadedKernel, block: BlockState, threads: Array, shape: UnitShape) -> None:
         self.program, self.block, self.threads, self.shape = program, block, threads, shape
@@ -49,7 +49,7 @@ class Unit:
         self.copies = Copies(shape.lanes)
 
     def __call__(self, surroundings: Surroundings) -> None:
-        """Run to the end. Raises what memory and surroundings raise, `StepLimit` and `KernelTrap`."""
+        """Run to the end. Raises `StepLimit`, `KernelTrap`, and what memory and surroundings raise."""
         self.surroundings = surroundings
         try:
             with np.errstate(all="ignore"):
@@ -70,7 +70,7 @@ class Unit:
             number, registers = back
 
     def _place(self, error: BaseException) -> str:
-        """Kernel, block and instruction of an access: the innermost call on its stack."""
+        """The kernel, block and instruction of an access, found by the innermost call on the error's stack."""
         place, trace = "", error.__traceback__
         while trace is not None:
             seen = trace.tb_frame.f_locals
@@ -122,19 +122,21 @@ class Unit:
     def barrier_request(
         self, kind: str, number: int, count: int | None, mask: Array | None, instruction: Instruction
     ) -> BarrierRequest:
-        """The request of threads that arrive at a barrier; the earlier request if they return because it has opened."""
+        """The request of threads that arrive at a barrier. If they return because the barrier has opened, their earlier
+        request."""
         if self.opened is not None:
             return self.opened
         threads = self.chosen(mask)
         lanes = len(threads)
         if count is not None and self.block.threads - 1 in threads:
-            lanes += -self.block.threads % WARP  # the count is in whole warps
+            lanes += -self.block.threads % WARP  # the count is a multiple of a warp
         request = BarrierRequest(self.block, kind, number, count, threads, lanes, self.block.barrier(number))
         self.instruction = instruction
         return request
 
     def pass_barrier(self, request: BarrierRequest) -> Any:
-        """Arrive and wait. Diverged lanes only arrive, and come a second time when the barrier has opened."""
+        """Arrive at a barrier and wait. Diverged lanes only arrive; they call this again when the barrier has
+        opened."""
         instruction = self.instruction
         if self.opened is None:
             self.surroundings.arrive(request.number, request.threads, instruction)
