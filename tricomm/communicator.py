@@ -359,8 +359,9 @@ def join(
     same `store`. The arguments are those of `Communicator`; pass the group's options. Make symmetric handles and CUDA
     graphs as in a new group.
 
-    Raises as `Communicator`, also if all ranks are new. If several processes join for one place, the first one gets it;
-    the others wait until it is lost again, and raise `RendezvousError` if it is not.
+    Raises as `Communicator`, also if all ranks are new. If several processes join for one place, the first one gets it.
+    The others, and a process that joins for a rank that runs, wait until that rank is lost, and raise `RendezvousError`
+    if it is not.
     """
     check_rank(rank, world_size)
     terms = bootstrap.terms(rank, world_size, device, timeout, with_environment(options), meeting_timeout)
