@@ -46,7 +46,8 @@ class BoundedThread:
         self._name = name
 
     def __del__(self) -> None:
-        self._jobs.put(None)
+        if hasattr(self, "_jobs"):
+            self._jobs.put(None)
 
     def run(self, action: Callable[[], _T], what: str, seconds: float) -> _T:
         """The result of `action`. Raises the errors of `action`, and after `seconds` a `RendezvousError` that names

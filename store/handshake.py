@@ -56,7 +56,9 @@ def handshake(
         attempt = _Handshake(generation, layout_hash & (1 << 64) - 1)
         undo.callback(attempt.release)
         try:
-            return attempt.run()
+            control = attempt.run()
+            attempt.release()  # here, because an interrupt in it is told as well
+            return control
         except BaseException as error:
             generation.give_up(error)
             attempt.abort(error)
@@ -115,7 +117,7 @@ class _Handshake:
         control.agree(None, "handshake", self._generation.deadline.left)
         self._generation.settle(shared=True)
         self._segments.clear()
-        self._page, self._control, self._connected = None, None, True
+        self._control, self._connected = None, True
         return control
 
     def release(self) -> None:

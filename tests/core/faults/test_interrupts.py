@@ -16,6 +16,7 @@ from tests.core.faults.test_shrink import made
 from tests.marks import some
 from tricomm.core.calls.recovery_methods import RecoveryMethods
 from tricomm.errors import GroupAborted, InvalidArgument
+from tricomm.store.handshake import _Handshake
 
 SECONDS = 1.0 + ranks.BUSY
 
@@ -153,17 +154,17 @@ def test_some_lines_of_a_recovery(recover, tmp_path):
     check_recovery(61, recover, tmp_path)
 
 
-def stopped_at(rank, world_size, tell, url, recover, step):
-    """Rank 0 is interrupted at a `step` of its recovery: what each rank got, and the group of the next one."""
+def stopped_at(rank, world_size, tell, url, recover, owner, step):
+    """Rank 0 is interrupted at a `step` of its recovery: what each rank got. Then all recover."""
     comm = made(url, rank, world_size)
-    usual = getattr(RecoveryMethods, step)
+    usual = getattr(owner, step)
 
     def interrupt(*given, **keywords):
-        setattr(RecoveryMethods, step, usual)
+        setattr(owner, step, usual)
         raise KeyboardInterrupt
 
     if rank == 0:
-        setattr(RecoveryMethods, step, interrupt)
+        setattr(owner, step, interrupt)
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             recover(comm)
@@ -180,15 +181,17 @@ def stopped_at(rank, world_size, tell, url, recover, step):
     return kind, text, took
 
 
-@pytest.mark.parametrize("step", ["_end_calls", "_check_recoverable"])
-@pytest.mark.parametrize("recover", RECOVERIES)
-def test_an_interrupt_before_the_ranks_agree_is_told(recover, step, url):
+STEPS = [(recover, RecoveryMethods, step) for recover in RECOVERIES for step in ("_end_calls", "_check_recoverable")]
+
+
+@pytest.mark.parametrize(("recover", "owner", "step"), [*STEPS, (bodies.replaced, _Handshake, "release")])
+def test_an_interrupt_in_a_step_of_a_recovery_is_told(recover, owner, step, url):
     """One that comes before the call has begun is not: the others name the rank when their time is up."""
-    with ranks.start(3, stopped_at, url, recover, step) as started:
+    with ranks.start(3, stopped_at, url, recover, owner, step) as started:
         outcomes = started.results()
     assert [outcome.error for outcome in outcomes] == [None] * 3, outcomes
     for kind, text, took in [outcome.value for outcome in outcomes[1:]]:
-        if step == "_end_calls":
+        if step != "_check_recoverable":
             assert kind == "GroupAborted" and "rank 0 was stopped by KeyboardInterrupt" in text, (kind, text)
             assert took < SECONDS
         else:
