@@ -6,9 +6,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import HashStore, distributed_c10d
 
-from tricomm import InvalidArgument
+from tricomm import GroupAborted, InvalidArgument
 from tricomm.c10d import group_calls, group_over
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
@@ -129,6 +129,21 @@ def test_the_object_that_torch_has_for_the_cpu_runs_nothing(group):
     with pytest.raises(RuntimeError, match="device type cpu|tricomm does not support allreduce"):
         dist.ProcessGroup._get_backend(group, torch.device("cpu")).allreduce([x])
     assert x.tolist() == [7.0, 7.0]
+
+
+def test_torch_aborts_a_group_that_has_no_backend_for_a_gpu():
+    """torch looks for one first, and takes a RuntimeError as the answer that there is none."""
+    dist.init_process_group("tricomm", store=HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    distributed_c10d._abort_process_group()
+    assert not dist.is_initialized()
+    with pytest.raises(GroupAborted, match="destroyed"):
+        group.allreduce([ones(1)])
+
+
+def test_the_method_that_would_end_the_process_in_c_is_refused(group):
+    with pytest.raises(InvalidArgument, match=r"split_group: call dist.new_group\(ranks\)"):
+        group.split_group([0])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

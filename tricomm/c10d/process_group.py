@@ -22,7 +22,7 @@ from tricomm.c10d.dtype_emulation import as_bytes, premultiply
 from tricomm.c10d.fallback_backends import Backends, CallBlock
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.messages import CpuMessages
-from tricomm.c10d.torch_names import AnsweringGroup, c10d
+from tricomm.c10d.torch_names import AnsweringGroup, NoBackend, c10d
 from tricomm.c10d.work_handles import CombinedWork, FinishedWork, in_backward, limit_seconds, raise_in_backward
 from tricomm.core.entry_guard import name_refusal
 from tricomm.errors import GroupAborted, InvalidArgument
@@ -336,7 +336,7 @@ class TricommGroup(AnsweringGroup):
         served = self._backends.devices
         if device.type not in served:
             names = ", ".join(served) or "no device"
-            raise InvalidArgument(
+            raise NoBackend(
                 f"{self._config}: a tensor on {device} was given; this group serves {names}: move the "
                 f"tensor, or make a group with a backend for {device.type}"
             )

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d
 
+from tricomm.errors import InvalidArgument
+
 c10d: Any = _distributed_c10d
+
+
+class NoBackend(InvalidArgument, RuntimeError):
+    """The group does not serve a device. torch takes a `RuntimeError` as the answer that a backend is missing."""
 
 
 class AnsweringGroup(c10d.ProcessGroup):  # type: ignore[misc]
@@ -36,6 +42,10 @@ class AnsweringGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Nothing to do: the connections are made with the group."""
+
+    def split_group(self, *given: Any, **options: Any) -> Any:
+        """Refused: torch's method reads a backend in C++ that is not there, which ends the process."""
+        raise InvalidArgument(f"{self._config}: split_group: call dist.new_group(ranks) on every rank instead")
 
     def getBackendName(self) -> str:
         return "tricomm"
