@@ -1,4 +1,4 @@
-"""How fast the kernels and the host path should be, in numbers that need no GPU, of this checkout and of another one.
+"""Bars for the speed of the kernels and of the host path, in numbers that need no GPU, for this and another checkout.
 
     python -m devtools.bars                          compared with devtools/notes/performance.json
     python -m devtools.bars --against CHECKOUT       compared with another checkout or commit, which runs its own code
@@ -59,8 +59,8 @@ Value = float | int | str | None
 
 @dataclass(frozen=True)
 class CallRow:
-    """An all-reduce of `nbytes` by `forced`, (algorithm, protocol); None: by the kernel that the shipped tables choose
-    on a box with a switch. Its time may be at most `ratio` of its former time. `new`: it is compared with nothing.
+    """An all-reduce of `nbytes` by `forced`, (algorithm, protocol). None: by the kernel that the shipped tables choose
+    on a box with a switch. Its time may be at most `ratio` of its earlier time. `new`: there is no earlier time.
     """
 
     forced: tuple[str, str] | None
@@ -87,7 +87,7 @@ WIDE = (
     *(CallRow(("one_shot", "ll128"), nbytes, new=True) for nbytes in (1 << 10, 32 << 10)),
     *(CallRow(("two_shot", "ll128"), nbytes, new=True) for nbytes in (64 << 10, 512 << 10)),
 )
-# Two shots, as without a switch: the links alone take more than 0.6 of the earlier time.
+# Two-shot, as without a switch: the links alone take more than 0.6 of the earlier time.
 LONG = (
     CallRow(("two_shot", "simple"), 8 << 20),
     CallRow(("two_shot", "simple"), 64 << 20),
@@ -122,7 +122,7 @@ class Bar:
         return ", ".join(form.format(bound) for bound, form in bounds if bound is not None)
 
     def verdict(self, before: Value, now: Value) -> str:
-        """yes or no, or an empty string if that cannot be decided."""
+        """The verdict, "yes" or "no"; an empty string if it is unknown."""
         if not self.text() or not isinstance(now, int | float):
             return ""
         holds = [now <= self.most] if self.most is not None else []
@@ -189,7 +189,7 @@ def _of_call(row: CallRow) -> Iterator[Bar]:
 def measure(
     progress: Callable[[str], None] = lambda text: None, kept: KeptRows | None = None, graphs: bool = False
 ) -> dict[str, Any]:
-    """The numbers of this checkout by their bars' names; for an unavailable one, the reason as text."""
+    """The numbers of this checkout, by the names of their bars. For an unavailable number, the reason as text."""
     kept = kept or KeptRows()
     values: dict[str, Value] = {}
     details: dict[str, Any] = {}
@@ -290,7 +290,7 @@ def _times(row: CallRow, time: CodeTime) -> dict[str, Value]:
 
 
 def _counted(kernel: Kernel, shape: LaunchShape) -> tuple[Value, ...]:
-    """Payload bytes of one block that does the whole call, over the formula."""
+    """Payload bytes of one block that does the whole call, divided by the formula."""
     plan = layout.plan(WORLD_SIZE, machines.ARENA_BYTES)
     moved = timed_call.run(MACHINE, kernel, WORLD_SIZE, _BYTES // 4, replace(shape, blocks=1), plan, False).moved
     return (moved / float(units.moved(kernel, WORLD_SIZE) * _BYTES),)
@@ -319,7 +319,7 @@ def _fused_ratio(rows: int) -> tuple[Value, ...]:
 
 
 def _fused_bytes() -> tuple[Value, ...]:
-    """Bytes of one block that does three rows."""
+    """Bytes that one block moves for three rows."""
     plan, kernel, form = (
         layout.plan(WORLD_SIZE, machines.ARENA_BYTES),
         registry.find(FUSED, "two_shot", "ll"),
@@ -331,7 +331,7 @@ def _fused_bytes() -> tuple[Value, ...]:
 
 
 def _fused_code() -> tuple[Value, ...]:
-    """Numbers of the two-shot kernel's code."""
+    """Numbers about the code of the two-shot kernel."""
     name = registry.find(FUSED, "two_shot", "ll").name
     (variant,) = (v for v in kernel_report.variants((MACHINE.architecture,), name) if v.form == FORMS[0].name)
     used = kernel_report.examine(variant).resources
@@ -377,7 +377,7 @@ def _shown(value: Value) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print this checkout's numbers as JSON.")
 @kept_rows.option
 def main(against: Path, graphs: bool, as_json: bool, kept: Path | None) -> None:
-    """Print the numbers of this checkout and of another one, and whether this one's pass their bars."""
+    """Print the numbers of this checkout and of another one, and which numbers of this one pass their bars."""
     try:
         rows = KeptRows(kept)
         before = None if as_json else earlier_numbers.find(against, graphs)

@@ -33,8 +33,8 @@ from tricomm.perf import text_table
 
 
 def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool = False) -> dict[str, Any]:
-    """Microseconds a call on `count` float32, the best of `rounds` of `calls` each, and ratios to the fake backend.
-    `fused`: also of one row with residual, RMSNorm and given outputs.
+    """Microseconds per call on `count` float32, the best of `rounds` of `calls` each, and ratios to the fake backend.
+    `fused`: also for a fused call of one row with residual, RMSNorm and given outputs.
 
     A ratio is the median of the rounds' ratios, because the best times may be of different states of the machine.
     Rounds are shorter than a time slice, so that most of them pass undisturbed on a busy machine.
@@ -43,7 +43,8 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool 
     with ExitStack() as stack:
         stack.enter_context(_fake_backend())
         recorded = stack.enter_context(communicator())
-        stack.enter_context(patch.dict(os.environ, TORCH_FR_BUFFER_SIZE="0"))  # as the fake backend, which has none
+        # no flight recorder, as in the fake backend
+        stack.enter_context(patch.dict(os.environ, TORCH_FR_BUFFER_SIZE="0"))
         comm = stack.enter_context(communicator())
         group, captured = stack.enter_context(_group(comm, x)), stack.enter_context(_capturing(x))
         calls_by_name: dict[str, Callable[[], Any]] = {
@@ -80,7 +81,7 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool 
 
 
 def _in_turns(calls_by_name: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds a call of each, one number a round; the order is reversed from round to round."""
+    """Microseconds per call of each, one number per round. The order is reversed from round to round."""
     times: dict[str, list[float]] = {name: [] for name in calls_by_name}
     for run in calls_by_name.values():
         _clocked(run, calls)
@@ -91,7 +92,7 @@ def _in_turns(calls_by_name: dict[str, Callable[[], Any]], calls: int, rounds: i
 
 
 def _clocked(run: Callable[[], Any], calls: int) -> float:
-    """Microseconds a call, over `calls` of them."""
+    """Microseconds per call, averaged over `calls` calls."""
     start = time.perf_counter()
     for _ in range(calls):
         run()
@@ -111,7 +112,7 @@ def _fake_backend() -> Iterator[None]:
 
 
 def _counting(comm: Communicator, calls: int) -> float:
-    """An upper limit of the microseconds that the statistics add to a call: their line of code and a loop around it."""
+    """An upper limit of the microseconds that statistics add to a call: their line of code in a loop."""
     chosen = next(iter(comm._planner.plans.values()))
     began = time.perf_counter()
     for _ in range(calls):
@@ -145,7 +146,7 @@ def _group(comm: Communicator, x: torch.Tensor) -> Iterator[TricommGroup]:
     config = GroupConfig(HashStore(), 0, 1, timedelta(seconds=60), [0], "overhead")
     group = TricommGroup(config, exchange_capabilities(config.store, 0, 1, 60.0), Backends({}))
     comm.all_reduce(x)
-    group._fast_path.learn(comm._internal, x, "sum")  # as after a first call on a GPU, which `comm` stands for
+    group._fast_path.learn(comm._internal, x, "sum")  # as after a first call on a GPU, for which `comm` stands
     ranks = dist.distributed_c10d._world.pg_group_ranks
     ranks[group] = {0: 0}
     try:

@@ -61,7 +61,8 @@ def rows(count: int) -> list[Entry]:
 
 
 def measure(count: int, opens: int = 5) -> dict[str, Any]:
-    """Seconds and megabytes for `count` rows; `open_s` is of each of `opens` openings, until all charts are drawn."""
+    """Seconds and megabytes for `count` rows. `open_s` has the seconds until all charts are drawn, for each of `opens`
+    openings."""
     entries = rows(count)
     began = time.perf_counter()
     page = render.page(render.packed(collect.page_data(entries)))

@@ -1,10 +1,11 @@
-"""Mutants of dependent launches: waits removed or moved after an access, signals moved, and what the explorer says.
+"""Mutants of dependent launches (waits removed or moved after an access, signals moved), checked by the explorer.
 
     python -m devtools.dependent_mutants [KERNEL ...]       e.g. all_reduce_one_shot_ll; default: all
 
 Each kernel runs in the chains of `tests/explorer/dependent/chains.py`. Prints a row of a Markdown table per mutant, and
-ends with 1 if one is not reported. Accesses after the first branch are left out: a wait after one of them also comes
-after those before it. A moved signal changes no order of accesses, but how many kernels of a stream take room at once.
+exits with 1 if one is not reported. Accesses after the first branch are left out, because a wait after one of them is
+also after the earlier ones. A moved signal does not change the order of accesses, but how many kernels of a stream are
+resident at once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ AT_ONCE = 2  # kernels of a stream: one runs, and the next one waits for its end
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """How many launches of its stream have begun and not ended at the start of each launch, itself included."""
+    """For each launch, the number of launches of its stream that are running when it starts, including itself."""
     counts: list[int] = []
     start = Launches.start
 
@@ -42,7 +43,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def mutants(kernel: Kernel) -> Iterator[tuple[str, Callable[[str], str]]]:
-    """Names of changes to the kernel's PTX, and the changes."""
+    """The mutants of a kernel: names of changes to its PTX, and the changes."""
     yield "unchanged", str
     yield "no wait", chains.without_wait
     for number, access in enumerate(chains.accesses(chains.text_of(kernel))):
@@ -55,14 +56,14 @@ def verdict(kernel: Kernel, name: str, change: Callable[[str], str]) -> str:
     """The kinds of findings; empty for none."""
     with counted() as counts, changed(f"{kernel.name} {name}", change, kernel.function.__name__):
         kinds = {finding.kind for finding in chains.explored(kernel, SCHEDULES).findings}
-    if "signal" in name and max(counts) > AT_ONCE:  # a wait that is moved comes after the signal, too
+    if "signal" in name and max(counts) > AT_ONCE:  # a moved wait also comes after the signal
         kinds.add(f"{max(counts)} kernels at once")
     return ", ".join(sorted(kinds))
 
 
 def fails(kernel: Kernel, name: str, said: str) -> bool:
-    """Whether a mutant is not reported, or a correct kernel is. Without a signal the next kernel begins later; messages
-    and cube meshes also load words that no kernel writes."""
+    """True if a mutant is not reported, or a correct kernel is. Exceptions: without a signal, the next kernel only
+    begins later; messages and cube meshes also load words that no kernel writes."""
     if name in ("unchanged", "no signal"):
         return bool(said)
     return not said and not ((kernel.pairwise or kernel.needs_cube) and "`ld." in name)

@@ -1,4 +1,4 @@
-"""The numbers of `devtools.bars` of another checkout, of a commit, or in a file."""
+"""Gets the numbers of `devtools.bars` for another checkout, for a commit, or from a file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HERE = Path(__file__).parent
 
 
 def find(against: Path, graphs: bool = False) -> dict[str, Any]:
-    """The numbers of a checkout, by its own code in a new process, or the numbers in a file; of a commit if neither
-    exists. `graphs`: only those of `graph_bars`.
+    """The numbers of the checkout `against` (by its own code, in a new process), in the file `against`, or, if neither
+    exists, of the commit `against`. `graphs`: only the numbers of `graph_bars`.
 
     Raises `InvalidArgument` if it is none of them.
     """
@@ -51,7 +51,7 @@ def find(against: Path, graphs: bool = False) -> dict[str, Any]:
 
 
 def _commit(revision: str, graphs: bool = False) -> dict[str, Any]:
-    """The numbers of a commit, from a worktree that is removed afterwards. Raises `InvalidArgument` if it is none."""
+    """The numbers of a commit, from a temporary worktree. Raises `InvalidArgument` if `revision` is no commit."""
     with tempfile.TemporaryDirectory() as folder:
         tree, git = Path(folder) / "tree", ["git", "-C", str(_HERE), "worktree"]
         made = subprocess.run([*git, "add", "--detach", str(tree), revision], text=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""The search through every state that a model of events can reach, and the command that compares verdicts."""
+"""The search through every state that a model of events can reach, and the comparison of verdicts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SAFE = "safe"
 def search(
     start: State, moves: Callable[[State], Iterable[State | str]], want: str = SAFE, limit: int = 1_000_000
 ) -> tuple[str, int]:
-    """The verdict, and the number of visited states: all of them, or those up to the first with the fault `want`.
+    """The verdict and the number of visited states: all states, or all up to the first one with the fault `want`.
 
-    `moves` of a state are the states that follow, and as strings the faults. The verdict is SAFE, or `want` if some
-    order has that fault, or else the first fault. RuntimeError beyond `limit` states.
+    `moves(state)` returns the next states, and faults as strings. The verdict is `want` if some order has this fault,
+    otherwise the first fault, or SAFE if there is none. Raises RuntimeError for more than `limit` states.
     """
     seen, stack, faults = {start}, [start], list[str]()
     while stack and want not in faults:
@@ -32,7 +32,8 @@ def search(
 
 
 def compare(cases: Iterable[tuple[str, str, Callable[[str], tuple[str, int]]]]) -> None:
-    """Print the verdict on each case (name, wanted verdict, exploration), and exit: with 1 if one is another."""
+    """Print the verdict on each case (name, wanted verdict, exploration), and exit, with 1 if a verdict is not the
+    wanted one."""
     wrong = 0
     for name, want, explore in cases:
         verdict, states = explore(want)

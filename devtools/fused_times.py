@@ -1,11 +1,11 @@
-"""Modelled savings of fusing: all-reduce, residual and RMSNorm in one kernel, against an all-reduce and another kernel.
+"""Modelled savings of fusion: all-reduce, residual and RMSNorm in one kernel, compared with two separate kernels.
 
     python -m devtools.fused_times [--rows 1,2,4,8,16,32] [--hidden 8192] [--world-size 8] [--kept FILE]
 
 All kernels are executed from their compiled code with the clock of `tricomm predict --from-code`, each with the
 boundary to the kernel before it in a CUDA graph. The fused kernel is the one that a communicator chooses. The separate
-kernel is the usual one: a block a row, fp32 statistics by one sum. The all-reduce alone is the faster one of its LL
-kernels. bfloat16; nothing is measured on a GPU.
+norm is the usual one: a block per row, fp32 statistics by one sum. The separate all-reduce is the faster one of the LL
+kernels. The type is bfloat16. Nothing is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BAR = 0.75
 
 @triton.jit  # type: ignore[untyped-decorator]
 def separate_norm(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, operands, SPEC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """residual_out (y_ptr) and norm of one row a block, of sums that are in memory."""
+    """Compute residual_out (y_ptr) and the norm, one row per block, from sums in memory."""
     eps, bias, weight_ptr, residual_ptr, norm_ptr = operands
     lane = tl.arange(0, SPEC.BLOCK)
     inside = lane < SPEC.HIDDEN
@@ -96,7 +96,7 @@ def alone(machine: MachineSpec, world_size: int, nbytes: int) -> tuple[float, st
 
 
 def ratio(machine: MachineSpec, world_size: int, rows: int, form: RowForm) -> float:
-    """The fused call over the unfused sequence."""
+    """The time of the fused call divided by that of the separate kernels."""
     sums, _ = alone(machine, world_size, 2 * rows * form.hidden)
     return fused(machine, world_size, rows, form)[0] / (sums + separate(machine, rows, form.hidden))
 

@@ -1,6 +1,6 @@
-"""The c10d backend on a CPU compared with gloo, in the same processes: python -m devtools.gloo_comparison
+"""Compares the c10d backend on a CPU with gloo, in the same processes: python -m devtools.gloo_comparison
 
-Both backends run every call in turn, and only their ratio carries over to other machines.
+The backends take turns at each call. Only the ratio of their times carries over to other machines.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, s
 
 
 def _calls(group: Any, rank: int, n: int, count: int) -> dict[str, Callable[[], Any]]:
-    """Every call, of `count` elements a rank."""
+    """Every call, with `count` elements per rank."""
     x, y = torch.ones(count), torch.empty(count)
     outs = [torch.empty(count) for _ in range(n)]
     whole = torch.empty(n * count)
@@ -125,7 +125,7 @@ def _step(name: str, group: Any) -> Callable[[], Any]:
 
 
 def _timed(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Microseconds per call of each way, by round; the ways alternate."""
+    """Microseconds per call of each way, by round. The ways alternate."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, call in ways.items():

@@ -1,4 +1,4 @@
-"""Times of all-reduces in a CUDA graph that the kernels should reach: the best published ones of 8 GPUs, or near them.
+"""The times of all-reduces in a CUDA graph that the kernels should reach: the best published times for 8 GPUs, or near.
 
 The boundary between two kernels is included, as in what is published (`perf.cost_model.published_graphs`).
 """
@@ -20,7 +20,8 @@ _TRTLLM, _SGLANG, _VLLM = "TensorRT-LLM 1.3.0rc20", "SGLang 0.5.14", "vLLM 0.24.
 
 @dataclass(frozen=True)
 class GraphBar:
-    """`us` that a call of `nbytes` may take on 8 of `gpu`; `published`: the best published time, and whose it is."""
+    """A bar: a call of `nbytes` may take `us` microseconds on 8 of `gpu`. `published`: the best published time, and its
+    source."""
 
     gpu: str
     nbytes: int
@@ -35,7 +36,7 @@ class GraphBar:
         )
 
     def measured(self) -> float:
-        """Modelled microseconds of the kernel that the shipped tables choose on a box with a switch."""
+        """The modelled microseconds of the kernel that the shipped tables choose on a box with a switch."""
         machine = MACHINES[self.gpu]
         choice = selection.choose(machines.facts(machine, WORLD_SIZE), "all_reduce", self.nbytes, mode="graph")
         kernel = registry.find("all_reduce", choice.algorithm, choice.protocol)

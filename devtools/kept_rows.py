@@ -1,4 +1,4 @@
-"""Rows of a long run, each written to a file at once, so that an interrupted run can be continued."""
+"""Rows of a long run. Each is written to a file at once, so that an interrupted run can be continued."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ option = click.option(
 
 
 class KeptRows:
-    """Rows by name, a line of JSON each, of one commit and one set of versions. Without a path nothing is kept.
+    """Rows by name, each a line of JSON, for one commit and one set of versions. Without a path nothing is kept.
 
     Raises `InvalidArgument` if the file has rows of something else, or if the checkout has uncommitted changes, because
     rows from before and after a change would look the same.
@@ -48,7 +48,7 @@ class KeptRows:
         path.write_text("".join([first, *whole]))  # without an incomplete line
 
     def get(self, name: str, make: Callable[[], Row]) -> Row:
-        """The row that is kept, else the one that `make` gives, which is kept unless it says `not available`."""
+        """The kept row, or the row that `make` returns. The latter is then kept, unless it says `not available`."""
         if name not in self._rows:
             row = make()
             if self._path is not None and "not available" not in json.dumps(row):

@@ -23,7 +23,7 @@ from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import kernel_report, steady_loop
 from tricomm.perf.machine_code.kernel_report import Variant
 
-# The result of `measured` for kraken at 90a24c2 with Triton 3.9.
+# The result of `measured` for kraken's commit 90a24c2 with Triton 3.9.
 INSTRUCTIONS = {"one_shot": 203, "two_shot": 231}
 _WORLD_SIZE, _BLOCK = 8, 2048
 _FOLDERS = ("kraken", "kraken.comm")
@@ -45,7 +45,7 @@ _WIDER = (
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 def main(folder: Path) -> None:
-    """Print instructions for each 16 bytes, ours and kraken's."""
+    """Print the instructions per 16 bytes, ours and kraken's."""
     try:
         theirs = measured(folder)
     except InvalidArgument as error:
@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
 
 
 def measured(folder: Path) -> dict[str, int]:
-    """Instructions for each 16 bytes in kraken's largest loops, which read the peers.
+    """Instructions per 16 bytes in kraken's largest loops, which read the peers' memory.
 
     Raises `InvalidArgument` if `folder` is no checkout, or one with other kernels.
     """

@@ -1,4 +1,4 @@
-"""Rows of a shipped table from modelled times: the fastest kernel of each size, and the fastest without it.
+"""Makes rows of a shipped table from modelled times: the fastest kernel of each size, and the fastest without it.
 
     python -m devtools.modelled_rows --gpu h100 --world-sizes 2,4,8 [--collective all_reduce] [--kept FILE]
 
@@ -32,8 +32,9 @@ SIZES = tuple(
     n << 10
     for n in (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 65536)
 )
-_LONGEST = {"ll": 4 << 20, "ll128": 4 << 20, "simple": SIZES[-1]}  # longer ones take long to execute, for nothing
-_LONGEST_ONE_SHOT = 1 << 20  # of an all-reduce
+# longer calls take long to execute and are never chosen
+_LONGEST = {"ll": 4 << 20, "ll128": 4 << 20, "simple": SIZES[-1]}
+_LONGEST_ONE_SHOT = 1 << 20  # for an all-reduce
 _CHANGE, _NEEDS_MORE = 1.03, 1.02
 _AVOIDED = 1.0  # as if a call took e times as long; if rows of groups that have more leave no other way, it is done
 
@@ -70,7 +71,7 @@ def _path(times: Mapping[int, Times]) -> tuple[Family, ...]:
     and no kernel is taken again after another one. Between sizes that were modelled, a kernel's time has steps of a
     chunk, and a model is not as exact as a few per cent: a table that follows each of these is noise."""
     paths: dict[tuple[frozenset[Family], Family | None], tuple[float, tuple[Family, ...]]]
-    paths = {(frozenset(), None): (0.0, ())}  # the best one by its kernels and the last of them
+    paths = {(frozenset(), None): (0.0, ())}  # the best path for each set of kernels and last kernel
     for there in times.values():
         longer: dict[tuple[frozenset[Family], Family | None], tuple[float, tuple[Family, ...]]] = {}
         for (taken, last), (cost, path) in paths.items():
@@ -115,7 +116,7 @@ def table_rows(wanted: Mapping[tuple[int, str], Family]) -> TableRows:
 
 
 def _shorter(rows: TableRows) -> Iterator[TableRows]:
-    """The rows without one of them; or with one extended over a later one of the same kernel, which is dropped."""
+    """All ways to shorten the rows: drop one; or extend one over a later row of the same kernel, which is dropped."""
     for number in range(len(rows)):
         yield rows[:number] + rows[number + 1 :]
     for last, row in enumerate(rows):
@@ -125,7 +126,8 @@ def _shorter(rows: TableRows) -> Iterator[TableRows]:
 
 
 def worst(times: Mapping[int, Times], rows: TableRows) -> float:
-    """How much slower the rows' choice is than the fastest kernel, at worst, as a fraction of its time."""
+    """How much slower the rows' choice is than the fastest kernel, at worst, as a fraction of the fastest kernel's
+    time."""
     ratios = []
     for nbytes, each in times.items():
         for missing in GROUPS:

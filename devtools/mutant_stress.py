@@ -24,13 +24,13 @@ from tests.explorer.mutants import MUTANTS
 from tests.explorer.mutation import Mutant, explore, loaded
 
 CALLS = 150
-_SILENCE = 30.0  # seconds in which no rank ends a call: a hang
-_TIMEOUT = 20.0  # of one call
+_SILENCE = 30.0  # seconds without the end of a call on any rank: a hang
+_TIMEOUT = 20.0  # seconds of one call
 _LATE = ("CollectiveTimeout", "PeerStalled")
 
 
 def calls(rank: int, world_size: int, tell: Any, url: str, mutant: Mutant) -> str:
-    """One rank: sends the number of each call that has ended; returns a description of a wrong result, or ""."""
+    """Run one rank: sends the number of each call that has ended. Returns a description of a wrong result, or ""."""
     options = replace(mutant.options, timeout=_TIMEOUT)
     with loaded(mutant.edits) as pads, tricomm.init(url, rank, world_size, "cpu", options=options) as comm:
         body = mutant.body or bodies.in_turn

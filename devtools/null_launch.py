@@ -1,6 +1,6 @@
-"""A launch path without its last step: kernels are compiled and arguments packed, but nothing is launched.
+"""A launch path without its last step: kernels are compiled and arguments are packed, but nothing is launched.
 
-This is the host's part of a call, which can be compared with another library's on any machine.
+What remains is the host's part of a call. It can be compared with that of another library on any machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tricomm.store.handshake import handshake
 
 
 class NullBindings:
-    """Stands for `cuda.bindings.driver`: every call succeeds and does nothing."""
+    """A stand-in for `cuda.bindings.driver`. Every call succeeds and does nothing."""
 
     CUstream = int
 
@@ -37,7 +37,7 @@ class NullBindings:
 
 
 class NullDevice:
-    """Stands for a GPU of architecture sm_90."""
+    """A stand-in for a GPU of architecture sm_90."""
 
     bindings: Any = NullBindings
     capability = 90
@@ -49,7 +49,7 @@ class NullDevice:
 
 
 class NullGpu:
-    """Stands for `tricomm.gpu.Gpu`: C functions answer, as torch's do, and its streams have nothing to do."""
+    """A stand-in for `tricomm.gpu.Gpu`. Its functions are C functions, like torch's, and its streams have no work."""
 
     clock = time
     index = 0
@@ -70,7 +70,7 @@ class NullGpu:
 
 
 class NullStream:
-    """A stream or an event with nothing to do."""
+    """A stream or an event without work."""
 
     cuda_stream = 0
     query = staticmethod(partial(operator.truth, True))
@@ -95,9 +95,9 @@ class NullRuntime(Runtime):
 
 
 def communicator(gpu: bool = True) -> Communicator:
-    """A group of one rank on the CPU whose calls do everything on the host but CUDA's own part.
+    """A group of one rank on the CPU. Its calls do all work of the host except CUDA's part.
 
-    Without `gpu` they ask for no streams, and are timed by the host's clock.
+    Without `gpu`, calls do not use streams, and are timed by the host's clock.
     """
     options = Options(arena_bytes=1 << 20)
     plan, device = layout.plan(1, options.arena_bytes), torch.device("cpu")

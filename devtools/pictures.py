@@ -1,7 +1,7 @@
 """Make the pictures of the README: python -m devtools.pictures docs/pictures
 
-A benchmark of simulated ranks, its dashboard, and the timeline of the race in examples/racy_kernel.py, each by the
-command that users have. Needs chromium.
+The pictures show the dashboard of a benchmark of simulated ranks, and the timeline of the race in
+examples/racy_kernel.py. Users' commands make them. Needs chromium.
 """
 
 from __future__ import annotations

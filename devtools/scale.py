@@ -1,8 +1,8 @@
 """Memory, descriptors and CPU time that ranks and groups cost a process: python -m devtools.scale
 
-One line for each set-up of interpreted ranks: what rank 0 has in addition to the state before. Mapped: the segments
-that ranks share, the peers' among them. Resident: the proportional share of touched pages (Pss). Store keys: of
-all ranks. CPU: of all threads of an idle process. `devtools/notes/scale.md` has the last results, and their
+Prints a line for each set-up of interpreted ranks, with what it adds to the process of rank 0. Mapped: the segments
+that ranks share, including the peers'. Resident: the proportional share of touched pages (Pss). Store keys: the keys of
+all ranks. CPU: the time of all threads of an idle process. `devtools/notes/scale.md` has the last results, and their
 consequences for other machines.
 """
 
@@ -47,7 +47,7 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, s
     options = Options(arena_bytes=_ARENA, timeout=120.0)
     store, *_ = open_store(url, rank, world_size, 60.0)
     with Communicator(PrefixStore("first", store), rank, world_size, "cpu", options=options) as comm:
-        comm.all_reduce(torch.ones(64))  # warm-up: the first call of a process loads things that belong to no group
+        comm.all_reduce(torch.ones(64))  # warm-up, because the first call of a process loads what belongs to no group
     keys, before, began = store.num_keys(), _resources(), time.monotonic()
     comms = [
         Communicator(PrefixStore(f"group {number}", store), rank, world_size, "cpu", options=options)
@@ -85,7 +85,7 @@ def _resources() -> dict[str, int]:
 def _mode(name: str) -> int:
     try:
         return os.stat(f"/proc/self/fd/{name}").st_mode
-    except OSError:  # the descriptor of the listing itself
+    except OSError:  # the descriptor of this listing
         return 0
 
 

@@ -1,8 +1,8 @@
 """The share of tricomm itself in the time of a simulated call: python -m devtools.simulated_overhead
 
-Simulated: all of this is Triton's interpreter on a CPU and says nothing about a GPU. It shows how much wall time
-tricomm adds to the interpreter's own for loads, stores and arithmetic. The shares are taken from a profile, which
-exaggerates the cost of Python calls; the wall time is of calls without a profile.
+The calls run in Triton's interpreter on a CPU, and say nothing about a GPU. They show how much wall time tricomm adds
+to the interpreter's time for loads, stores and arithmetic. The shares are from a profile, which exaggerates the cost of
+Python calls. The wall time is from calls without a profile.
 
     waiting      asleep in a poll while other ranks run
     interpreter  Triton's interpreter and the numpy calls that it makes: loads, stores, arithmetic
@@ -55,7 +55,7 @@ def measure(world_size: int = 4, nbytes: int = 65536, calls: int = 5, timeout: f
 
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
-    """One rank: emits a message per kernel."""
+    """Run one rank: emits a message per kernel."""
     torch.set_num_threads(1)
     with tricomm.init(url, rank=rank, world_size=world_size, device="cpu", timeout=60.0, options=_OPTIONS) as comm:
         for kernel in (k for name in COLLECTIVES for k in registry.of(name, 2)):
@@ -81,7 +81,7 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, d
 
 
 def shares(profile: cProfile.Profile) -> dict[str, float]:
-    """Each part's share of the profiled time, 0 to 1; a built-in function counts for its callers."""
+    """Each part's share of the profiled time, 0 to 1. A built-in function counts for its callers."""
     seconds = dict.fromkeys(PARTS, 0.0)
     stats: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
     for (file, _, name), (_, _, own, _, callers) in stats.items():

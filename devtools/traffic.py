@@ -36,7 +36,8 @@ _OPTIONS = tricomm.Options(arena_bytes=1 << 20)
 @dataclass(frozen=True)
 class Moved:
     """The bytes that one rank moved in one call of `nbytes` input (the root's input if there is one): `written` to and
-    `read` from peers' mailboxes, in `headers`, and all of them by link. `form` names the rows of a fused call."""
+    `read` from peers' mailboxes, the bytes of `headers`, and all bytes by link. `form` names the rows of a fused
+    call."""
 
     collective: str
     algorithm: str
@@ -58,12 +59,12 @@ class Moved:
     @property
     def formula(self) -> Fraction:
         """The bytes written and read that the registry promises."""
-        kernel = self.kernel  # through a switch fewer bytes cross the links than the accesses reach
+        kernel = self.kernel  # through a switch fewer bytes cross the links than the accesses move
         return (kernel.written(self.world_size) + kernel.read(self.world_size)) * self.nbytes
 
     @property
     def ratio(self) -> float:
-        """Bytes moved over bytes promised; both directions must fit on their own, or it is infinite."""
+        """Bytes moved, divided by bytes promised. Infinite if bytes moved in a direction without promised bytes."""
         promised = (self.kernel.written(self.world_size) * self.nbytes, self.kernel.read(self.world_size) * self.nbytes)
         if any(p == 0 and counted for p, counted in zip(promised, (self.written, self.read), strict=True)):
             return float("inf")
@@ -71,11 +72,11 @@ class Moved:
 
     @property
     def optimum(self) -> Fraction:
-        """The least that the busiest rank must send without in-network reduction, over any links."""
+        """The fewest bytes that the busiest rank must send without in-network reduction, over any links."""
         return units.least(self.collective, self.world_size) * self.nbytes
 
 
-_WHOLE = 4 * 128  # elements of a shard of codes without padding: a block in each plane
+_WHOLE = 4 * 128  # elements of a shard of quantised values without padding: a block in each plane
 
 
 class Counter:
@@ -123,7 +124,7 @@ def count(
 
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
-    """One rank: emits a message per kernel; rank 0 is the root if there is one."""
+    """Run one rank: emits a message per kernel. Rank 0 is the root, if there is one."""
     torch.set_num_threads(1)
     count = data["nbytes"] // 4
     with tricomm.init(url, rank=rank, world_size=world_size, device="cpu", timeout=60.0, options=_OPTIONS) as comm:

@@ -1,4 +1,4 @@
-"""The distance of the tuner's search from the best of all candidates on simulated boxes, and its cost against a grid's.
+"""Compares the tuner's search with the best candidate and with a grid search, on simulated boxes.
 
     python -m devtools.tuner_benchmark
 
@@ -27,7 +27,7 @@ from tricomm.perf.tuner.successive_halving import BudgetExceeded, Measure
 BOXES = (("h100", 8), ("h100", 4), ("a100", 8), ("b200", 2), ("v100", 8), ("pcie4", 4))
 SIZES = tuple(1 << n for n in range(10, 25, 2))
 EXHAUSTIVE = 10  # samples that a grid takes of each candidate
-SHARE = 0.1  # of the grid's samples: the budget of the search
+SHARE = 0.1  # the budget of the search, as a fraction of the grid's samples
 _JITTER, _OUTLIERS, _DRIFT = 0.02, 0.03, 0.03
 
 
@@ -35,8 +35,8 @@ _JITTER, _OUTLIERS, _DRIFT = 0.02, 0.03, 0.03
 class MadeUpBox:
     """The cost model of a machine, distorted in ways that the search's prior does not know, with noise.
 
-    Every family is off by another factor, which drifts with size. Shapes matter in ways that the model does not cover.
-    Samples have jitter, outliers, and a slow drift of the whole machine. `measured` counts samples.
+    The time of each family has its own factor, which drifts with size. Shapes have effects that the model does not
+    cover. Samples have jitter, outliers, and a slow drift of the whole machine. `measured` counts samples.
     """
 
     gpu: str
@@ -57,7 +57,7 @@ class MadeUpBox:
         return pool(kernels, self._layout, layout.MAX_BLOCKS, cpu=False)
 
     def prior(self, point: Point, candidate: Candidate) -> float:
-        """The cost model's time in microseconds."""
+        """The time of the cost model, in microseconds."""
         return predicted_us(self._machine, self.world_size, point, candidate)
 
     def true(self, point: Point, candidate: Candidate) -> float:
@@ -77,7 +77,7 @@ class MadeUpBox:
         return family + 0.03 * tile + 0.04 * warps + crowd
 
     def _fixed(self, *what: object) -> float:
-        """A normally distributed number that depends on the box and `what` only."""
+        """A normally distributed number that depends only on the box and on `what`."""
         text = repr((self.gpu, self.world_size, self.seed, what)).encode()
         return random.Random(hashlib.sha256(text).digest()).gauss(0, 1)
 
@@ -91,7 +91,7 @@ class MadeUpBox:
         return self.true(point, candidate) * drift * noise
 
     def measure(self, point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
-        """As `successive_halving.Measure`: in turns."""
+        """As `successive_halving.Measure`: samples the candidates in turns."""
         times: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
         for _ in range(repeats):
             for candidate in candidates:
@@ -101,8 +101,8 @@ class MadeUpBox:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """One box: numbers of samples, and by how much the chosen candidates are slower than the best of all, at worst and
-    on average. `grid_worst` is the same for the grid's choices, which noise also misleads."""
+    """The outcome for one box: numbers of samples, and by how much the chosen candidates are slower than the best of
+    all, at worst and on average. `grid_worst` is the worst of the grid's choices, which noise also misleads."""
 
     box: str
     points: int

@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python -m devtools.wire_error [ranks]
 
-By the documented arithmetic (`tricomm.kernels.reference`), which the kernels equal to the bit: normal numbers, heavy
-tails (Student's t with two degrees of freedom), and normal numbers with one outlier of 100 in each block of 128.
+It is computed by the documented arithmetic (`tricomm.kernels.reference`), to which the kernels are equal to the bit.
+Inputs are normal numbers, heavy tails (Student's t with two degrees of freedom), and normal numbers with one outlier of
+100 in each block of 128.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def inputs(kind: str, ranks: int, elements: int = _ELEMENTS) -> list[torch.Tenso
 
 
 def error(kind: str, wire: str, ranks: int, elements: int = _ELEMENTS) -> float:
-    """Mean error over mean magnitude."""
+    """Mean error divided by mean magnitude."""
     parts = inputs(kind, ranks, elements)
     exact = torch.stack(parts).double().sum(0)
     return float((reference.quantised(wire, "sum", parts) - exact).abs().mean() / exact.abs().mean())

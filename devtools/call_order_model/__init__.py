@@ -1,9 +1,11 @@
-"""Explores every order of events of CPU calls in c10d groups, for small programs: none may combine different calls.
+"""Explores every order of the events of CPU calls in c10d groups, for small programs. No order may match different
+calls.
 
 A rank has a program and callbacks. These are lists of statements, which make calls, attach callbacks to futures, wait,
 collect futures and destroy groups. When a future completes, each of its callbacks gets a thread; a callback that is
-attached later runs in the thread that attaches it. A call is queued in its line, begins when the calls before it are
-done, and is done on a rank some time after all members of its group have begun it. Each of these is an event.
+attached later runs in the thread that attaches it. A call is queued in its line. It begins when the earlier calls of
+the line have ended. It ends on a rank some time after all members of its group have begun it. Each of these is an
+event.
 
 Calls of the same name on several ranks belong together. The modelled ranks do not see names: they match calls by
 identities, which follow from the rules in `docs/torch-distributed.md` ("Order of calls"). The verdict is WRONG if ranks

@@ -1,4 +1,4 @@
-"""The events of all ranks together: those of each rank, and the ends of calls that all members have begun."""
+"""The events of all ranks: the events of each rank, and the ends of calls that all members have begun."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from devtools.every_order import search
 
 
 class Case(NamedTuple):
-    """The program of each rank, and the expected verdict: SAFE for all orders, or a fault that some order has."""
+    """The program of each rank, and the expected verdict: SAFE for all orders, or the fault of some order."""
 
     name: str
     want: str
@@ -30,7 +30,7 @@ class _End(NamedTuple):
 
 
 class _View(NamedTuple):
-    """One state of a rank, as the search needs it."""
+    """One state of a rank, as the search uses it."""
 
     moves: list[int | str]
     ends: list[_End]
@@ -44,7 +44,7 @@ State = tuple[int, ...]  # by rank, the number of its state
 
 
 class _Ranks:
-    """Numbers the states of each rank, so that each is expanded once, whatever the states of the other ranks."""
+    """Numbers the states of each rank, so that each state is expanded once, not once per state of the other ranks."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -74,7 +74,7 @@ class _Ranks:
         return WRONG if any(call and call[0] != end.name for call in met) else None
 
     def _differ(self, views: list[_View]) -> bool:
-        """Whether a rank has begun a call that another member gave a different identity, or will never make."""
+        """True if a rank has begun a call to which another member gave another identity, or that it will never make."""
         pairs = [(end, views[m]) for view in views for end in view.ends for m in self._case.groups[end.group]]
         return any(
             view.identities.get(e.name, "" if view.no_threads else e.identity) != e.identity for e, view in pairs

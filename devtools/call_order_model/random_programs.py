@@ -1,4 +1,5 @@
-"""Random programs that work if each callback runs when it is attached: a statement uses only earlier futures."""
+"""Random programs that work if each callback runs when it is attached. A statement uses only futures of earlier
+ones."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from devtools.call_order_model.ranks import All, Call, Program, Statement, Then,
 
 
 def random_program(seed: int, calls: int, callbacks: int) -> Program:
-    """A program of 2 to `calls` calls, and `callbacks` statements Then or All; it waits for all futures."""
+    """A program of 2 to `calls` calls and `callbacks` statements Then or All. It waits for all futures."""
     return _Maker(random.Random(seed), calls, callbacks).made()
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-_UNKNOWN = "?"  # the attaching callback, if not all ranks of the group know it
+_UNKNOWN = "?"  # stands for the attaching callback, if not all ranks of the group know it
 WRONG, DEADLOCK, MISMATCH = "combines different calls", "deadlock", "a named error"
 
 
 class Call(NamedTuple):
-    """An asynchronous call; calls of the same name on several ranks belong together. With a tag: a message."""
+    """An asynchronous call. Calls of the same name on several ranks belong together. With a tag it is a message."""
 
     name: str
     group: str = "g"
@@ -18,7 +18,7 @@ class Call(NamedTuple):
 
 
 class Wait(NamedTuple):
-    future: str  # of a call (by its name), or what Then or All has returned
+    future: str  # of a call (by its name), or of a Then or All
 
 
 class Then(NamedTuple):
@@ -49,14 +49,14 @@ class Rules(NamedTuple):
     """The rules are the defaults; any other value removes a rule."""
 
     numbers: Literal["identity", "arrival"] = "identity"
-    counted: Literal["group", "callback"] = "group"  # calls of a callback: for each group, or all together
-    late: Literal["callback", "attacher"] = "callback"  # who makes the calls of a late callback
-    places: Literal["line", "all", "run"] = "line"  # counted by attaching line; for all lines together; when run
+    counted: Literal["group", "callback"] = "group"  # how a callback's calls are counted: per group, or per callback
+    late: Literal["callback", "attacher"] = "callback"  # to whom the calls of a late callback belong
+    places: Literal["line", "all", "run"] = "line"  # counted per attaching line; over all lines; when the callback runs
     parents: Literal["name", "difference", "none"] = "name"  # how an identity names the group of the parent call
     chained: bool = True  # futures that `then` returned are tracked
     collected: bool = True  # futures of collect_all are tracked
     lines: Literal["callback", "call", "group"] = "callback"  # a line for each callback, or a coarser one
-    begins: Literal["at once", "callbacks first", "gives up"] = "at once"  # the next call of a line
+    begins: Literal["at once", "callbacks first", "gives up"] = "at once"  # when the next call of a line begins
     threads: Literal["callback", "call", "one"] = "callback"  # a thread for each callback, each call, or all
     match: Literal["identity", "records", "group"] = "identity"  # "group": by the group's tag; "records": and compared
     workers: int | None = None  # most calls that run at the same time
@@ -72,7 +72,7 @@ class _Future(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """A body that a thread runs or will run; `context` is the identity of the callback, "" for the program."""
+    """A body that a thread runs or will run. `context` is the identity of the callback, "" for the program."""
 
     body: str
     at: int
@@ -129,7 +129,7 @@ class Rank:
     # Events
 
     def moves(self) -> Iterator[Frozen | str]:
-        """The state after each event that needs no other rank, or the fault that the event is."""
+        """For each event that needs no other rank: the state after it, or its fault."""
         for thread in self.threads:
             if self._can_step(thread):
                 rank = self._copy()
@@ -161,7 +161,8 @@ class Rank:
         return Rank(*self._made, self.frozen())
 
     def _settle(self) -> None:
-        """Run the events that nothing else can observe: completed waits, and ends of callbacks with no chained ones."""
+        """Run the events that no other thread can observe: completed waits, and ends of callbacks without chained
+        callbacks."""
         for thread in list(self.threads):
             while thread in self.threads and self._can_step(thread):
                 frame = self.threads[thread][-1]
@@ -227,7 +228,7 @@ class Rank:
         self.calls[name] = call._replace(state="begun", slot=slot)
 
     def _calls_back(self, name: str) -> bool:
-        """Whether callbacks of the call `name` are running and have not been given up."""
+        """True if callbacks of the call `name` are running and have not been given up."""
         own = self._futures[name].identity + "/"
         running = [frame.context or "" for stack in self.threads.values() for frame in stack]
         return name not in self._marks and any(context.startswith(own) for context in running)
@@ -284,7 +285,7 @@ class Rank:
     # Futures
 
     def _place(self, future: str, attacher: str) -> str:
-        """The identity of a callback of `future`, the next one that the line `attacher` attaches to it."""
+        """The identity of the next callback that the line `attacher` attaches to `future`."""
         line, identity, chained, *_ = self._futures[future]
         if not identity:
             return ""
@@ -318,7 +319,7 @@ class Rank:
             self._futures[name] = self._futures[name]._replace(callbacks=(*self._futures[name].callbacks, frame))
 
     def _complete(self, name: str, thread: str | None) -> None:
-        """Complete a future, and start its callbacks; `thread` runs its own callback's end, None is a worker."""
+        """Complete a future and start its callbacks. `thread` is the thread that completes it, None for a worker."""
         future = self._futures[name]
         if future.done or not all(self._futures[part].done for part in self._parts.get(name, ())):
             return

@@ -1,4 +1,4 @@
-"""Programs that work if each callback runs when it is attached; the rules keep them right in every other order."""
+"""Programs that work if each callback runs when it is attached. With the rules they work in every other order, too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sync(name: str, group: str = "g") -> Body:
 
 
 def program(*main: Statement, **callbacks: Body) -> Program:
-    """A program; a callback that is not given makes one call, named like the callback, and waits for it."""
+    """A program. A callback that is not given makes one call, which has the callback's name, and waits for it."""
     named = {s.body: sync(s.body) for body in (main, *callbacks.values()) for s in body if isinstance(s, Then)}
     return {**named, **callbacks, "main": main}
 
@@ -95,7 +95,7 @@ def on_all(name: str, want: str, scenario: str, rules: Rules = KEPT, ranks: int 
 
 
 def part_of_the_ranks(rules: Rules = KEPT, want: str = SAFE, name: str = "in every order") -> Case:
-    """A callback makes a call in another group before one in its own, on the ranks that belong to both."""
+    """A callback makes a call in another group before a call in its own group, on the ranks that belong to both."""
     groups: Groups = {"g": (0, 1), "part": (0,)}
     programs = tuple(program(_A, *attached("x"), x=part + sync("c")) for part in (sync("p", "part"), ()))
     return Case(f"a callback calls a part of the ranks: {name}", want, programs, groups, rules)
@@ -169,7 +169,7 @@ def taken_away() -> Iterator[Case]:
 
 
 def limits() -> Iterator[Case]:
-    """Programs beyond the rules: they get a named error, except for messages."""
+    """Programs that the rules do not cover. They raise a documented error, except for messages."""
     yield two_levels()
     inner = program(_A, Call("p", "part"), Then("p", "w", "fw"), Wait("fw"), w=attached("x"))
     outer = program(_A, *attached("x"))

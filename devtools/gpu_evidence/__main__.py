@@ -27,18 +27,18 @@ ROOT = Path(__file__).parents[2]
 OUT = ROOT / "perf" / "results" / "gpu-evidence"
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36  # options of prctl
 _POLL = 0.1  # seconds
-_WRITE_EVERY = 30.0  # seconds, so that a run that is killed has left a summary
+_WRITE_EVERY = 30.0  # seconds between summaries, so that a killed run leaves one
 _FACTS = 120.0  # seconds
 _ENDING = 5.0  # seconds that a killed process may take to end
 _LAST_WORDS = 1000  # characters of a child's output
 _WRITING = 5.0  # seconds of the budget for the last summary
-_SEVERAL = 2  # GPUs, for which --list has all steps
+_SEVERAL = 2  # number of GPUs with which --list has all steps
 _BUDGET = "the budget is over"
 
 
 @dataclass
 class Driver:
-    """Runs steps until `end` (of the monotonic clock). `least` seconds are needed to start a child."""
+    """Runs steps until `end` (of the monotonic clock). A child starts only if `least` seconds are left."""
 
     journal: Journal
     steps: Sequence[Step]
@@ -47,7 +47,7 @@ class Driver:
     written: float = 0.0
 
     def run(self) -> bool:
-        """Run the steps that have not passed, each within its share first. True if no test and no step failed."""
+        """Run the steps that have not passed, first each within its share. True if no test and no step failed."""
         _prctl(_CHILD_SUBREAPER, 1)
         try:
             for turn in range(2):
@@ -69,12 +69,12 @@ class Driver:
         return record["outcome"] if record and record["run"] == self.journal.run else ""
 
     def _settled(self, step: Step) -> bool:
-        """Passed in any run, or decided in this one."""
+        """True if the step has passed in any run, or its outcome in this run is decided."""
         passed = self.journal.steps.get(step.name, {"outcome": ""})["outcome"] == "passed"
         return passed or self._outcome(step) in ("failed", "skipped")
 
     def _bad(self, step: Step) -> bool:
-        """Failed or left out, or cut off after a failure, in this run."""
+        """True if the step failed, was left out, or was cut off after a failure, in this run."""
         outcome = self._outcome(step)
         return outcome in ("failed", "skipped") or (outcome == "cut" and bool(self.journal.failures(step.name)))
 
@@ -95,7 +95,7 @@ class Driver:
         report.write(self.journal, self.steps)
 
     def _until(self, step: Step, end: float) -> tuple[str, str]:
-        """Run a step's command, again after a test that crashed or hung: the outcome and the reason."""
+        """Run a step's command, and again after a test that crashed or hung. Returns the outcome and the reason."""
         while True:
             code, words = self._child(step, end)
             journal = self.journal
@@ -121,7 +121,7 @@ class Driver:
         return ("failed", f"{len(failures)} failed; {failures[0]['test']}") if failures else ("passed", "")
 
     def _child(self, step: Step, end: float) -> tuple[int | None, str]:
-        """Run the command once: its exit code (None if it took too long) and the end of its output."""
+        """Run the command once. Returns its exit code (None if it took too long) and the end of its output."""
         journal = self.journal
         journal.stopped, journal.running = False, None
         facts = {"folder": str(journal.folder), "step": step.name, "end": end}
@@ -144,9 +144,11 @@ class Driver:
 
 @contextmanager
 def _started(command: Sequence[str], log: Path, **more: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A child that prints to `log`. It and all processes that it started end here."""
+    """A context manager for a child that prints to `log`. At the end, it and all processes that it started are
+    killed."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    kept = {name: value for name, value in os.environ.items() if name != "TRICOMM_BATCH_INVARIANT"}  # refuses kernels
+    # it would refuse kernels
+    kept = {name: value for name, value in os.environ.items() if name != "TRICOMM_BATCH_INVARIANT"}
     with log.open("ab") as file:
         file.write(f"\n$ {' '.join(command)}\n".encode())
         file.flush()
@@ -179,7 +181,7 @@ def _end_with_parent() -> None:
 def _kill_descendants() -> None:
     """Kill all processes below this one; orphans among them have become its children.
 
-    A process that waits for a driver that hangs cannot be killed: it is left after `_ENDING` seconds.
+    A process that waits for a GPU driver that hangs cannot be killed. It is left alone after `_ENDING` seconds.
     """
     end = time.monotonic() + _ENDING
     while (pids := _descendants()) and time.monotonic() < end:
@@ -187,7 +189,7 @@ def _kill_descendants() -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in pids:
-            with suppress(ChildProcessError):  # a grandchild, or one that `subprocess` waits for
+            with suppress(ChildProcessError):  # a grandchild, or a child that `subprocess` waits for
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
 
@@ -208,7 +210,7 @@ def _descendants() -> list[int]:
 
 
 def facts() -> Record:
-    """Hardware, versions and sources, read by a child, because reading them starts CUDA."""
+    """Hardware, versions and sources. A child reads them, because this initializes CUDA."""
     done = subprocess.run(
         [sys.executable, "-m", PLUGIN, "facts"], cwd=ROOT, capture_output=True, text=True, timeout=_FACTS
     )

@@ -33,7 +33,8 @@ _REASON = 2000  # characters
 
 
 def facts() -> Record:
-    """As JSON. A run continues an earlier one only if all of this but date and commit is the same."""
+    """Facts about this machine, as JSON. A run continues an earlier one only if all but date and commit are the
+    same."""
     import torch
 
     import tricomm
@@ -80,8 +81,8 @@ def _nccl() -> str:
 
 
 def bench(asked: Record, folder: Path, step: str) -> int:
-    """Measure with the benchmark's ranks: each row is appended to the journal when it is complete, and all are
-    written to STEP.json, as `tricomm bench --json` writes them. The exit code is 1 if a result is wrong."""
+    """Measure with the benchmark's ranks. Each row is appended to the journal when it is complete, and all rows are
+    written to STEP.json, as by `tricomm bench --json`. The exit code is 1 if a result is wrong."""
     from tricomm.perf import parsing
     from tricomm.perf.bench import request, session
     from tricomm.perf.bench_row import to_json
@@ -116,9 +117,9 @@ def bench(asked: Record, folder: Path, step: str) -> int:
 
 @dataclass
 class Progress:
-    """A plugin for pytest: leaves out the tests that have ended, writes down each that ends, and stops in time.
+    """A plugin for pytest: leaves out the tests that have ended, records each test that ends, and stops in time.
 
-    A test is expected to take as long as those of this process have taken on average.
+    A test is expected to take the mean time of the tests of this process so far.
     """
 
     journal: Journal

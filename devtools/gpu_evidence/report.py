@@ -47,7 +47,7 @@ class Journal:
         self.stopped = False
 
     def read(self) -> None:
-        """Take the lines that were added; half a line at the end has to wait, and one in between is ignored."""
+        """Read the lines that were added. An incomplete line at the end is read later; one in between is ignored."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -88,7 +88,8 @@ class Journal:
         self.read()
 
     def start(self, environment: Record) -> str:
-        """Begin a run: continue a journal of the same environment, or rename that of another one. Says which."""
+        """Begin a run: continue a journal of the same environment, or rename a journal of another one. Returns a text
+        about this."""
         known = {**self.environment, **environment}
         changed = [n for n in known if n not in _NOT_COMPARED and self.environment.get(n) != environment.get(n)]
         note = ""
@@ -180,7 +181,7 @@ def _where(it: Record) -> str:
 
 
 def bench_cells(rows: Sequence[Record]) -> Iterator[tuple[Any, ...]]:
-    """The cells of a step's rows: of each library, its first place, with the ratio to tricomm's call."""
+    """The table cells of a step's rows: each library at its first place, with the ratio to tricomm's call."""
     call = ("collective", "dtype", "op", "mode", "size_bytes")
     ours: dict[tuple[Any, ...], Record] = {}
     for row in rows:

@@ -40,8 +40,8 @@ def pytest(name: str, where: str, keyword: str = "", **more: Any) -> Step:
 def bench(
     name: str, ranks: int, collectives: str, sizes: str, against: str, dependent: bool = True, **more: Any
 ) -> Step:
-    """Rows of tricomm's choice and of the libraries `against`, checked, eager and as a CUDA graph. `dependent`: with
-    dependent launches, where there are any."""
+    """Benchmark rows of the kernel that tricomm chooses and of the libraries `against`: checked, eager and in a CUDA
+    graph. `dependent`: with dependent launches, where these are possible."""
     asked = {"ranks": ranks, "collectives": collectives, "sizes": sizes, "against": against, "modes": "eager,graph"}
     asked["dependent"] = dependent
     return Step(name, (sys.executable, "-m", PLUGIN, "bench", json.dumps(asked)), tests=False, **more)
@@ -71,7 +71,7 @@ def all_steps(gpus: int) -> tuple[Step, ...]:
             bench("all_reduce, no dependent launch", ranks, "all_reduce", "1K:256K:4", "nccl", False, needs=first),
             bench("all collectives, NCCL", ranks, "all", "1K:64M:4", "nccl", share=3.0, needs=first, limit=1200.0),
         ]
-    for library in ("nccl", "symm_mem"):  # apart, because one that crashes ends the command
+    for library in ("nccl", "symm_mem"):  # separate, because a library that crashes ends the command
         steps += [bench(f"all_reduce, {library}", ranks, "all_reduce", "64K,4M", library, needs=first)]
     steps += [
         pytest("times, one size", _TIMES, "limit or host or (one_size and 2ranks)", share=3.0, needs=two),

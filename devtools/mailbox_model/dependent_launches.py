@@ -1,8 +1,8 @@
 """Launches that overlap: programmatic dependent launch.
 
-A dependent launch may begin once each block of the launch before it has signalled or ended. Its `wait` returns when
-that one launch has ended. So the rule of the kernels: every access comes after the wait, in every launch. A launch then
-ends after all earlier ones, which is why a kernel of another library that never waits breaks the order.
+A dependent launch may begin when each block of the previous launch has signalled or ended. Its `wait` returns when that
+launch has ended. So the kernels' rule is: in every launch, every access comes after the wait. Then a launch ends after
+all earlier ones. A kernel of another library that never waits breaks this order.
 
 The user's tensor `x` and the epoch `n` of the group table are slots as well: each call reads both and writes both.
 """
@@ -20,7 +20,8 @@ BEGIN, WAIT, SIGNAL = (Op(kind, (), 0) for kind in ("dependent", "wait", "signal
 
 
 def dependent(kernel: Kernel, rank: int, n: int, epoch: int, broken: str = "") -> Launch:
-    """`kernel`, which has one block, as a dependent launch. `broken`: the step left out or taken before the wait."""
+    """`kernel`, which has one block, as a dependent launch. `broken`: the step that is left out or taken before the
+    wait."""
     tensor, counter = (rank, 0, rank, "x"), (rank, 0, rank, "n")
     loads = [Op("read", (counter,), epoch - 1), Op("read", (tensor,), epoch - 1)]
     stores = [Op("write", (tensor,), epoch), Op("write", (counter,), epoch)]
@@ -32,7 +33,7 @@ def dependent(kernel: Kernel, rank: int, n: int, epoch: int, broken: str = "") -
 
 
 def foreign(waits: bool) -> Launch:
-    """Another library's kernel, launched as a dependent one, which signals and `waits`, or not."""
+    """A dependent launch of another library's kernel. It signals, and waits if `waits`."""
     return [[BEGIN, SIGNAL, *[WAIT] * waits]]
 
 

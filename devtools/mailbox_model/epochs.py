@@ -1,8 +1,8 @@
-"""The epoch of a call: a word for each block that a launch may have.
+"""The epoch of a call is kept in a word for each block that a launch may have.
 
-Each block reads its own word when it begins, and writes the next epoch to it when it ends; the first block also to the
-words of blocks that the launch lacks. No block waits for another one of its rank: one may end before another begins.
-In a dependent launch each block waits before it reads its word.
+Each block reads its word when it begins, and writes the next epoch to it when it ends. The first block also writes the
+words of blocks that the launch lacks. No block waits for another block of its rank: one may end before another begins.
+In a dependent launch, each block executes its `wait` before it reads its word.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST = 2  # blocks of a launch
 
 
 def counted(rank: int, n: int, epoch: int, grid: int, broken: str = "") -> Launch:
-    """`merged` of `grid` blocks with a word each, one chunk. `broken`: the rule that is dropped."""
+    """`merged` with `grid` blocks, a word each, and one chunk. `broken`: the rule that is dropped."""
 
     def words(*blocks: int) -> tuple[Slot, ...]:
         return tuple((rank, 0, rank, f"n{block}") for block in blocks)

@@ -1,4 +1,4 @@
-"""The effect of each operation of a protocol, and the operations."""
+"""The operations of a protocol, and their effects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Block = list[Op]
 Launch = list[Block]
 Ranks = list[list[Launch]]
 Kernel = Callable[[int, int, int], Launch]  # of rank, number of ranks and epoch
-Place = tuple[tuple[int, ...], ...]  # of a rank: by launch and block, the next operation
+Place = tuple[tuple[int, ...], ...]  # a rank's next operations, by launch and block
 State = tuple[tuple[Place, ...], tuple[int, ...]]  # the places, and the epoch in each slot
 LOSES, WRONG = "loses a word", "reads a wrong word"
 
@@ -71,8 +71,8 @@ def _next_ops(ranks: Ranks, places: tuple[Place, ...]) -> Iterator[tuple[int, in
 
 
 def _followed(launches: list[Launch], place: Place, launch: int) -> bool:
-    """True if the next launch of the stream may begin: this one has ended, or the next one is a dependent launch and
-    each block of this one has signalled or ended."""
+    """True if the launch after number `launch` of the stream may begin: number `launch` has ended; or the next one is a
+    dependent launch, and each block of number `launch` has signalled or ended."""
     if _ended(launches, place, launch):
         return True
     after = launches[launch + 1 : launch + 2]
@@ -87,7 +87,7 @@ def _ended(launches: list[Launch], place: Place, launch: int) -> bool:
 
 
 class Case(NamedTuple):
-    """Launches of all ranks, and the expected verdict: SAFE for all orders, or a fault that some order has."""
+    """The launches of all ranks, and the expected verdict: SAFE for all orders, or the fault of some order."""
 
     name: str
     want: str
@@ -95,11 +95,12 @@ class Case(NamedTuple):
 
 
 def calls(n: int, *kernels: Kernel) -> Ranks:
-    """One launch of each kernel, an epoch each."""
+    """One launch of each kernel, with an epoch each."""
     return [[kernel(rank, n, epoch) for epoch, kernel in enumerate(kernels, 1)] for rank in range(n)]
 
 
-# Operations on `words` of each peer. `value`: in the slot, if not the epoch. `mailboxes`: in rotation.
+# Operations on `words` of each peer. `value`: what is in the slot, by default the epoch. `mailboxes`: number in
+# rotation.
 
 
 def others(rank: int, n: int) -> list[int]:
@@ -109,7 +110,7 @@ def others(rank: int, n: int) -> list[int]:
 def push(
     rank: int, peers: Iterable[int], epoch: int, words: Sequence[str], value: int = 0, mailboxes: int = 2
 ) -> Block:
-    """Write to slots of the peers; a write to its own slots is a stage."""
+    """Write to slots of the peers. A write to its own slots is a stage."""
     return [Op("write", ((p, epoch % mailboxes, rank, w),), value or epoch) for p in peers for w in words]
 
 
@@ -118,7 +119,7 @@ def poll(rank: int, peers: Iterable[int], epoch: int, words: Sequence[str], valu
 
 
 def together(rank: int, peers: Iterable[int], epoch: int, words: Sequence[str]) -> Block:
-    """One loop that polls several words: its last round sees all of them at once."""
+    """One loop that polls several words. Its last round reads all of them at once."""
     slots = [op.slots[0] for op in poll(rank, peers, epoch, words)]
     return [Op("poll", tuple(slots), epoch)]
 
@@ -130,11 +131,11 @@ def read(
 
 
 def fetch(peers: Iterable[int], epoch: int, words: Sequence[str]) -> Block:
-    """Read the stages of the peers, each of which has written its own."""
+    """Read the stages of the peers, which each peer has written itself."""
     return [Op("read", ((p, epoch % 2, p, w),), epoch) for p in peers for w in words]
 
 
 def barrier(rank: int, peers: list[int], epoch: int, block: int = 0, phase: int = 0) -> Block:
-    """A header to every peer, and one from each, with a slot for each phase and block."""
+    """Send a header to every peer, and wait for one from each. Each phase and block has its own slot."""
     header = [f"h{phase}{block}"]
     return push(rank, peers, epoch, header) + poll(rank, peers, epoch, header)

@@ -1,9 +1,9 @@
-"""Stores of a group that was given up, while its survivors already use a smaller group, or one with a new rank.
+"""Late stores of a group that was given up, when its survivors already use a smaller group, or a group with a new rank.
 
-A call of three ranks is cut: rank 1 ended or stopped in it. Its stores may arrive at any time, because a stopped peer
-may wake up. A survivor's kernel has left before the survivor makes the new group, so its own stores are over. In the
-new group rank 2 is rank 1. The old call's words have their epoch as header and another payload, so that a poll that
-takes one for a new word reads a wrong one.
+In a call of three ranks, rank 1 ended or stopped. Its stores may arrive at any time, because a stopped rank may
+continue. A survivor's kernel has ended before the survivor makes the new group, so its own stores have arrived. In the
+new group, rank 2 is rank 1. The old call's words have their epoch as header and another payload, so a poll that takes
+one of them for a new word reads a wrong word.
 
 A group with a new rank 1 has new memory at the old addresses, because captured graphs use these. The lost rank has
 mapped the old memory, so its stores do not reach the new memory. Stores of a survivor's own kernel do if it still runs.
@@ -33,7 +33,7 @@ Place = Callable[[int], int]  # the owner of slots, from a rank of the new group
 
 
 def fresh(rank: int) -> int:
-    """Other memory than the old ranks'."""
+    """A place in memory other than the old ranks' memory."""
     return rank + 10
 
 
@@ -53,7 +53,7 @@ def _at(ops: list[Op], where: Place) -> list[Op]:
 
 
 def shrunk(where: Place, first: int, drained: bool = True) -> Ranks:
-    """The survivors' launches, and what arrives late: each store on its own."""
+    """The survivors' launches, and the late stores, which arrive independently."""
     new = calls(2, *[partial(new_call, where=where, first=first)] * (3 if drained else 1))
     late = old_stores(1)
     for rank, was in enumerate((0, 2)):
@@ -67,7 +67,7 @@ def shrunk(where: Place, first: int, drained: bool = True) -> Ranks:
 def replaced(where: Place, first: int, drained: bool = True) -> Ranks:
     """As `shrunk`, with a new rank 1. The survivors' old kernels store to the addresses that the new memory gets."""
     new = calls(3, *[partial(new_call, where=where, first=first)] * 2)
-    if drained:  # a kernel that has left before has no store in flight
+    if drained:  # a kernel that has ended before has no store in flight
         return [*new, *([[[store]]] for store in old_stores(1))]
     late = [store for rank in (0, 2) for store in old_stores(rank, where)]
     return [*new, *([[[store]]] for store in late)]

@@ -1,7 +1,7 @@
-"""Plain data between barriers, chunks overlapping (protocol simple).
+"""Plain data between barriers, with overlapping chunks (protocol simple).
 
-A mailbox has four tiles: "0" and "1" its first half, "2" and "3" its second one. Of a grid of two, block b has the
-tiles b and b + 2; of a grid of one, all.
+A mailbox has four tiles: "0" and "1" are its first half, "2" and "3" its second one. In a grid of two, block b has the
+tiles b and b + 2. In a grid of one, the block has all tiles.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which kernels have room on a GPU: dependent launches may not keep a peer's kernel from becoming resident.
+"""Which kernels are resident on a GPU. Dependent launches must not keep a peer's kernel from becoming resident.
 
-Two ranks, each with streams of kernels and room for a number of blocks. A block of a group's kernel ends when its peer
-has the same block of the same call; a block of another library's kernel ends at any time; both, if they are dependent
-launches, only after the kernel before them on the stream. A kernel that signals does so once all its blocks are
-resident, as the hardware does: a dependent launch begins when each block before it has signalled. If no block can begin
-or end, the ranks wait for ever, which the timeout of the kernels ends.
+There are two ranks. Each has streams of kernels, and room for a number of blocks. A block of a group's kernel ends when
+the same block of the same call runs on the peer. A block of another library's kernel ends at any time. In a dependent
+launch, both end only after the previous kernel of the stream. A kernel that signals does so when all its blocks are
+resident: on the hardware, a dependent launch begins when each block of the previous kernel has signalled. If no block
+can begin or end, the ranks wait for ever, until the timeout of the kernels.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ State = tuple[Counts, Counts]
 
 
 class Kernel(NamedTuple):
-    """`call`: the group's name and the number of its call; empty for another library's kernel. `after`: a call of the
-    same group on another stream, for which the host has made this stream wait."""
+    """`call`: the group's name and the number of the call; empty for another library's kernel. `after`: a call of the
+    same group on another stream, for which the host makes this stream wait."""
 
     call: str
     blocks: int
@@ -62,7 +62,7 @@ def _moves(ranks: tuple[Rank, Rank], room: int, early: bool, state: State) -> It
 
 
 def _may_begin(rank: Rank, counts: Counts, n: int, before: int | None, early: bool) -> bool:
-    """Whether dependent launch `n` may begin while the kernel before it runs."""
+    """True if dependent launch `n` may begin while the previous kernel runs."""
     if before is None or not rank[n].dependent or not rank[before].signals:
         return False
     return counts[before][0] >= (1 if early else rank[before].blocks)

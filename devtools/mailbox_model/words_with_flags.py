@@ -1,4 +1,4 @@
-"""Words that carry flags (protocols `ll` and `ll128`): each is polled. `n` ranks.
+"""Words that contain flags (protocols `ll` and `ll128`). Each word is polled. There are `n` ranks.
 
 A word is the unit of one access, 32 or 96 bits of payload and a flag. The model ignores its width and relies only on
 its atomicity. The two widths have separate mailboxes and share the headers, so their calls may take turns.
@@ -43,9 +43,9 @@ def exchange(rank: int, n: int, epoch: int, chunks: Words = A, header: bool = Tr
 
 
 def merged(rank: int, n: int, epoch: int, chunks: Words = A, header: bool = True, blank: bool = True) -> Launch:
-    """As `exchange`, but header first, and one poll for each word, the first with all headers.
+    """As `exchange`, but the header is first, and each word has one poll. The first poll also waits for all headers.
 
-    A block without words polls headers alone, unless `blank` is False.
+    A block without words polls only headers, unless `blank` is False.
     """
     blocks: Launch = [[] for _ in chunks[0]]
     for b, ops in enumerate(blocks):
@@ -59,12 +59,13 @@ def merged(rank: int, n: int, epoch: int, chunks: Words = A, header: bool = True
 
 
 def header_first(rank: int, n: int, epoch: int) -> Launch:
-    """As `exchange` of one word, but header first, and all headers are polled before any word."""
+    """As `exchange` of one word, but the header is first, and all headers are polled before any word."""
     return [[op for f in (push, poll) for w in ("h00", "a") for op in f(rank, others(rank, n), epoch, [w])]]
 
 
 def two_hops(rank: int, n: int, epoch: int, halves: bool = True) -> Launch:
-    """Reduce-scatter word, then all-gather word, which is pushed only after the first has arrived from all peers."""
+    """A reduce-scatter word, and then an all-gather word, which is pushed only after the first has arrived from all
+    peers."""
     value, word = (epoch, "A") if halves else (-epoch, "a")
     second = push(rank, others(rank, n), epoch, word, value) + poll(rank, others(rank, n), epoch, word, value)
     return [header_first(rank, n, epoch)[0] + second]
