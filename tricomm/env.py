@@ -34,7 +34,8 @@ def beginning(*prefixes: str) -> dict[str, str]:
 
 
 def user_folder(variable: str, at_home: str) -> Path:
-    """tricomm's folder in this user's directory of one kind: the XDG `variable`, or else `at_home` in the home."""
+    """The folder "tricomm" in the directory that the XDG `variable` names, by default in `at_home` of the home
+    directory."""
     return Path(text(variable) or os.path.expanduser(f"~/{at_home}")) / "tricomm"
 
 

@@ -47,8 +47,8 @@ class InStreamOrder(TorchFunctionMode):
 
 @contextmanager
 def installed(current: Current) -> Iterator[None]:
-    """A context manager that installs this. `current()` returns the GPU of the rank whose host code runs, or None
-    outside of host code."""
+    """A context manager that installs these functions. `current()` returns the GPU of the rank whose host code runs, or
+    None outside of host code."""
     with _PATCHES.installed(current), InStreamOrder(current):
         yield
 

@@ -28,7 +28,8 @@ from tricomm.perf.bench.request import Case, Settings
 from tricomm.perf.bench_row import OURS, PLACES, BenchRow, Measurement
 
 Note = Callable[[str], None]
-Rows = tuple[BenchRow, ...]  # of one case, size and mode: a row for in place and one for out of place
+# the rows of one case, size and mode: one for in-place calls and one for out-of-place calls
+Rows = tuple[BenchRow, ...]
 
 
 @dataclass

@@ -71,7 +71,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Counts:
-    """Global memory instructions by purpose (`access_kinds`); `wide` is 128 bits or more, of `ll128` 64."""
+    """Numbers of global memory instructions by purpose (`access_kinds`). Wide ones have 128 bits or more; in `ll128`,
+    64."""
 
     body_wide_loads: int
     body_wide_stores: int

@@ -38,8 +38,8 @@ _sending: set[CodeType] = set()
 
 
 def guard_methods(*names: str) -> Callable[[type], type]:
-    """Class decorator: the methods `names` accept wrapper tensors, and call `self.interrupted(error)` if an exception
-    leaves them that is no refusal."""
+    """A class decorator: the methods `names` accept wrapper tensors. If one raises an exception that is no refusal, it
+    calls `self.interrupted(error)`."""
 
     def decorate(kind: type) -> type:
         for name in names:
@@ -50,7 +50,7 @@ def guard_methods(*names: str) -> Callable[[type], type]:
 
 
 def guarded_call(method: Any) -> Any:
-    """`method`, whose first argument is a group, as `guard_methods` makes it."""
+    """The guarded form of `method` (see `guard_methods`), whose first argument is a group."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **keywords: Any) -> Any:

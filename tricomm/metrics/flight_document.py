@@ -22,8 +22,8 @@ VERSION = "2.10"  # of the format that torch 2.13 writes
 # An entry is a list: the call's number in its group (0: withdrawn), the call, the times at which it was made, started
 # and ended (nanoseconds of Unix time; 0: not yet), `more`, shapes of input and output if rows are uneven, and its stack
 # if stacks are recorded. The call is
-#     a descriptor of the control page, with elements a row as its count; `more`: the epoch that had ended before it
-#     the fields of a `Made`, or a list of such: calls of a group of torch.distributed; `more`: the name of their line
+#     a descriptor of the control page (its count: elements per row); `more`: the last epoch that had ended before
+#     the fields of a `Made`, or a list of these, for calls of a torch.distributed group; `more`: the name of their line
 # A message has its peer as root, and its number among the messages of the same peers, direction and tag.
 NUMBER, WHAT, CREATED, STARTED, ENDED, MORE, SHAPES, STACK = range(8)
 Entry = list[Any]

@@ -91,7 +91,8 @@ class TableRow:
 
     @property
     def group(self) -> tuple[str, int | None, str | None, bool | None, str | None, bool, str | None]:
-        """Rows of one group, of all sizes, are compared and replaced together."""
+        """The key of a row's group. The rows of one group, which cover all sizes, are compared and replaced
+        together."""
         return self.collective, self.bits, self.mode, self.beside, self.epilogue, self.zero_copy, self.wire
 
 

@@ -29,8 +29,8 @@ class Result:
 class InstructionCode:
     """Generates the code of instructions.
 
-    `masked`: only the lanes of the mask `m` are active, and every register is an
-    array. Otherwise all lanes are active, and the code relies on `operands.shapes`.
+    `masked`: only the lanes of the mask `m` are active, and every register is an array. Otherwise all lanes are active,
+    and the code relies on `operands.shapes`.
     """
 
     def __init__(self, operands: Operands, masked: bool) -> None:
