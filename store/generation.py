@@ -91,7 +91,8 @@ class Generation(Generic[M]):
         self._old: dict[bytes, str] = {}  # nonces of earlier groups that are still in the store: nonce -> whose it is
         self._before: Departure | None = None  # of this rank's last process
         self._successor = b""  # the nonce of a later process that has taken this rank
-        self._unreadable = False  # another rank's record is; then that rank cannot read this one's reason
+        # another rank's record is unreadable, so that rank cannot read this rank's reason either
+        self._unreadable = False
         self._leaving: bytes | None = None
         self._next_look = 0.0
         self._timed_out = self._told = self._given_up = self._settled = self._left = False
@@ -113,7 +114,8 @@ class Generation(Generic[M]):
                 )
             self._before = self._departure(self.rank)
             self._earlier.update(self._before.known if self._before else ())
-            # If this rank had an earlier process, other processes that have ended were in its group, not in this one.
+            # If this rank had an earlier process, other processes that have ended were in that one's group, not in this
+            # one.
             replaces = bool(self._calls.read(f"rank/{self.rank}"))
             found = self._read("rank", self._others, each=True)
             mine = self._seen[self.rank] = self._record(own())

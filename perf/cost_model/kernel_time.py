@@ -299,7 +299,7 @@ def _orders(rows: list[Checked], one: str) -> list[str]:
 
 
 def to_json(rows: list[Checked]) -> dict[str, Any]:
-    """The rows of `report`, and the median error; `measured_us` is others'."""
+    """The rows of `report`, and the median error. `measured_us` are the published times."""
     results = [
         {**asdict(each.row), "measured_us": each.row.time_us, "time_us": each.time_us, "error": each.error}
         for each in rows

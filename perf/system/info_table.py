@@ -72,7 +72,8 @@ def _range(row: dict[str, Any]) -> str:
 
 
 def _readable(value: Any, name: str) -> Any:
-    """Limits by their names as words; bytes, which some of the names say, in the largest unit that they reach."""
+    """`value` for people: the keys of a dict as words, and numbers whose names contain "bytes" in the largest unit that
+    fits."""
     if isinstance(value, dict):
         words = {key: key.replace("_", " ").replace("bytes", "").replace("  ", " ").strip() for key in value}
         return {words[key] or "size": _readable(inner, name + key) for key, inner in value.items()}

@@ -160,7 +160,7 @@ class TunedTable:
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that differ between tables by which two ranks might choose differently."""
+        """32 bytes, equal on two ranks only if both choose by the same name and the same rows."""
         return _digest([self.name, [asdict(row) for row in self.rows]]).digest()
 
 
