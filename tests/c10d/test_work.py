@@ -107,6 +107,19 @@ def test_if_a_destroyed_group_refused_queued_calls_their_results_would_be_missin
     assert [[3.0]] * 3 not in ranks.run(2, fire_and_forget, url, "gloo", True)
 
 
+@pytest.mark.parametrize("route", ROUTES)
+@ranks.each(2, [2.0, 2.0])
+def test_a_wait_for_no_timedelta_is_refused_and_the_group_still_works(rank, world_size, tell, url, route):
+    with default_group(rank, world_size, url, route) as world:
+        x = torch.ones(2)
+        work = dist.all_reduce(x, async_op=True)
+        refused(lambda: work.wait(5), "timeout=5: a datetime.timedelta is needed")
+        work.wait(timedelta(seconds=30))
+        refused(lambda: world.monitored_barrier("soon"), "timeout='soon'")
+        dist.barrier()
+        return x.tolist()
+
+
 @ranks.each(3, (3.0, 9.0))
 def test_overlapping_groups_in_opposite_orders(rank, world_size, tell, url):
     with default_group(rank, world_size, url):

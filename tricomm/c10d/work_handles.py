@@ -20,7 +20,7 @@ from torch.autograd import graph
 from torch.futures import Future
 
 from tricomm.c10d.call_futures import CallFuture, CallId, collect_all, settle
-from tricomm.errors import CollectiveTimeout
+from tricomm.errors import CollectiveTimeout, InvalidArgument
 from tricomm.store.tcp.waits import told
 
 _UNSET = timedelta(0)
@@ -31,6 +31,8 @@ _BACKWARD = getattr(getattr(graph, "_engine_run_backward", None), "__code__", No
 
 def limit_seconds(timeout: timedelta | None) -> float | None:
     """The timeout in seconds, or None if it is zero or negative, which means no limit in c10d."""
+    if not isinstance(timeout, timedelta | None):
+        raise InvalidArgument(f"timeout={timeout!r}: a datetime.timedelta is needed")
     return None if timeout is None or timeout <= _UNSET else timeout.total_seconds()
 
 
@@ -146,6 +148,8 @@ class PendingWork(Handle):
         """Block until the call has run; raises the call's error, or `CollectiveTimeout` after `timeout`."""
         try:
             over = self.over.wait(limit_seconds(timeout))
+        except InvalidArgument:  # the call goes on
+            raise
         except BaseException as error:
             self._interrupted(error)
             raise
