@@ -180,3 +180,19 @@ def test_invalid_forced_shapes_are_refused_on_all_ranks_and_the_group_still_work
     assert sorted(refused) == [0, 1] and all(torch.equal(y, torch.tensor([1.0, 3.0, 5.0])) for y in results)
     with pytest.raises(InvalidArgument, match=r"blocks=3: at most 2 .* Options.max_blocks\); force 1 to 2"):
         tricomm.simulate(body, 2, options=Options(max_blocks=2, _tuning=Tuning(blocks=3)))
+
+
+@pytest.mark.parametrize("timeout", ["soon", -1, True, float("nan")])
+def test_a_wait_for_no_number_of_seconds_is_refused_and_the_group_still_works(timeout):
+    def waits(comm):
+        works = [comm.all_reduce(torch.ones(1), async_op=True)]
+        works += [comm.recv(torch.empty(1), async_op=True)] if comm.rank == 0 else []
+        for wait in (*(work.wait for work in works), comm.synchronize):
+            with pytest.raises(InvalidArgument, match=f"timeout={timeout!r}: a positive number of seconds"):
+                wait(timeout)
+        if comm.rank == 1:
+            comm.send(torch.ones(1), 0)
+        return [work.wait(30) for work in works][-1], comm.all_reduce(torch.ones(1)).item()
+
+    (source, total), (_, same) = tricomm.simulate(waits, world_size=2)
+    assert (source, total, same) == (1, 2.0, 2.0)

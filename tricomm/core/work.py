@@ -12,6 +12,7 @@ from tricomm.core.entry_guard import Guard, guarded
 from tricomm.core.faults import Faults
 from tricomm.core.symmetric import Symmetric
 from tricomm.deadline import poll
+from tricomm.options import seconds
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -62,7 +63,7 @@ class Work:
         the group's fault (`PeerDied`, `PeerStalled`, `CollectiveMismatch`, ...) if there is one, except for a call that
         is known to have completed before it, from `is_completed` or `shrink`.
         """
-        return self._wait_for(timeout)
+        return self._wait_for(None if timeout is None else seconds(timeout, "timeout"))
 
     def _wait_for(self, timeout: float | None) -> Any:
         if self._end is not None and self._gpu is not None:

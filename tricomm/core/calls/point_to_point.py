@@ -35,6 +35,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.kernel_launch import BoundKernel
 from tricomm.metrics.counters import KERNELS, Activity, Tally, weight
 from tricomm.metrics.flight_document import ENDED, NUMBER, WHAT, Entry, begun
+from tricomm.options import seconds
 from tricomm.policy import selection
 from tricomm.policy.backend_choice import BackendChoice
 from tricomm.policy.selection import Choice
@@ -295,7 +296,7 @@ class FromAny(Work):
     @guarded
     def wait(self, timeout: float | None = None) -> int:
         """Wait on the host, and return the source's rank; raises as `Work.wait` does."""
-        self._wait_for(self._messages.group.timeout if timeout is None else timeout)
+        self._wait_for(self._messages.group.timeout if timeout is None else seconds(timeout, "timeout"))
         self.keep()
         return self.result()
 

@@ -26,6 +26,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.metrics.counters import NCCL, Activity
+from tricomm.options import seconds
 from tricomm.policy import selection
 from tricomm.policy.backend_choice import POINT_TO_POINT
 from tricomm.policy.selection import Choice
@@ -50,7 +51,7 @@ class TuningMethods:
         `timeout` is in seconds (default: the communicator's).
         """
         self._faults.check_usable()
-        self._launcher.wait(self._group.timeout if timeout is None else timeout)
+        self._launcher.wait(self._group.timeout if timeout is None else seconds(timeout, "timeout"))
 
     @guarded
     def explain(
