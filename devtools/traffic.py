@@ -76,7 +76,7 @@ class Moved:
         return units.least(self.collective, self.world_size) * self.nbytes
 
 
-_WHOLE = 4 * 128  # elements of a shard of quantised values without padding: a block in each plane
+_WHOLE = 3 * 4 * 128  # elements of a shard of codes without padding: blocks in each plane
 
 
 class Counter:

@@ -119,19 +119,24 @@ class Layout:
     def largest_tile(self, algorithm: str, protocol: str) -> int:
         """The largest tile that divides a buffer of this kernel, in 64-bit payload words (for `ll128` wide words): a
         power of two."""
+        quantised = algorithm.startswith("two_shot_")
         if protocol in ("ll", "ll128"):
-            return (self.ll_buffer if protocol == "ll" else self.wide_buffer) // (32 if "two_shot" in algorithm else 16)
+            return self._flagged_words(algorithm, protocol) // (2 if quantised else 1)  # the scales need room, too
         step = self.simple_buffer & -self.simple_buffer
-        if algorithm.startswith("two_shot_"):  # its words are codes; one has up to four words of a tensor
+        if quantised:  # its words are codes; one has up to four words of a tensor
             return step // 64
         return step // (8 if algorithm == "one_shot" else 16)
 
     def buffer_words(self, algorithm: str, protocol: str, collective: str) -> int:
         """64-bit payload words in the part of a buffer that one phase of this kernel uses."""
         if protocol in ("ll", "ll128"):
-            return tile_words(protocol, self.largest_tile(algorithm, protocol))
+            return tile_words(protocol, self._flagged_words(algorithm, protocol))
         whole = algorithm in ("multicast", "hybrid_cube_mesh") and collective != "all_reduce"
         return self.simple_buffer // (8 if whole or algorithm == "one_shot" else 16)
+
+    def _flagged_words(self, algorithm: str, protocol: str) -> int:
+        """Words with flags, of 16 bytes, of the part of a buffer that one phase has."""
+        return (self.ll_buffer if protocol == "ll" else self.wide_buffer) // (32 if "two_shot" in algorithm else 16)
 
     def slot_words(self, protocol: str) -> int:
         """64-bit payload words that a slot of messages holds."""

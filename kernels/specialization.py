@@ -75,8 +75,8 @@ class Specialization:
 
     @cached_property
     def PLANES(self) -> int:
-        """The number of planes of a tile (`device/planes.py`, `device/wire.py`)."""
-        return self.BITS // 8 if self.WIRE else 3 if self.WIDE else 1
+        """The number of planes of a tile in a mailbox (`device/planes.py`)."""
+        return 3 if self.WIDE else 1
 
     @cached_property
     def PLANE(self) -> int:
@@ -85,8 +85,8 @@ class Specialization:
 
     @cached_property
     def TILE(self) -> int:
-        """64-bit payload words of a tile."""
-        return self.PLANES * self.PLANE
+        """64-bit words of a tensor that a tile carries."""
+        return self.PLANES * self.CODED * self.PLANE
 
     @cached_property
     def ROWS_AT_ONCE(self) -> bool:
@@ -125,19 +125,43 @@ class Specialization:
     # Quantised on the links
 
     @cached_property
+    def CODED(self) -> int:
+        """Words of a tensor that a word of a tile carries: of codes several."""
+        return self.BITS // 8 if self.WIRE else 1
+
+    @cached_property
+    def SCALES(self) -> int:
+        """Scales of the codes in a word (`device/wire.py`)."""
+        return self.CODED // 2 if self.LL else self.CODED
+
+    @cached_property
     def SHARED(self) -> int:
-        """Words of the 128 elements that share a scale."""
+        """Words of codes, neighbours, that share their scales: of 128 elements for each scale."""
+        return 16 * self.SCALES
+
+    @cached_property
+    def UNIT(self) -> int:
+        """Words of a tensor that have 128 elements."""
         return 128 // self.PACK
 
     @cached_property
     def BLOCKS(self) -> int:
-        """Scales of a plane."""
-        return self.BLOCK // self.SHARED
+        """Runs of SHARED words in a plane."""
+        return self.PLANE // self.SHARED
 
     @cached_property
     def ROOM(self) -> int:
-        """Words of a tile of codes in a mailbox, with its scales of 16 bits: a multiple of 16 bytes."""
-        return self.BLOCK + max(2, self.PLANES * self.BLOCKS // 4)
+        """64-bit words of a tile of codes in a mailbox, with its scales: a multiple of 16 bytes."""
+        if self.LL:
+            return 2 * (self.BLOCK + self.BLOCKS)
+        return self.BLOCK + max(2, self.SCALES * self.BLOCKS // 4)
+
+    @cached_property
+    def LOADED(self) -> int:
+        """Ranks whose tiles of a tensor are loaded at once: more would spill."""
+        if self.LL:
+            return 4 if self.CODED == 2 or self.WORLD_SIZE <= 4 else 2
+        return 8 if self.CODED == 2 else 2
 
     @cached_property
     def FIRST_ROOM(self) -> int:

@@ -66,7 +66,7 @@ def moved(kernel: Kernel, world_size: int, itemsize: int = 4) -> Fraction:
     direction of a GPU's links. `itemsize`, of real numbers, is used if the kernel quantises on the links.
     """
     if kernel.wire:
-        return quantized_cost(kernel.wire, itemsize)(world_size)
+        return quantized_cost(kernel.wire, kernel.protocol, itemsize)(world_size)
     if kernel.switched is not None:
         return kernel.switched(world_size)
     return kernel.written(world_size) + kernel.read(world_size)

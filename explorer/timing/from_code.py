@@ -215,10 +215,10 @@ def _division(
     warps = min(shape.warps, tile // launch_shapes.WORDS_PER_WARP // kernel.words_per_thread)
     shape = replace(shape, blocks=blocks, warps=warps, tile=tile)
     round_words = blocks * taken
-    most = chunk = kernel.chunk_words(world_size, plan)
+    most = chunk = timed_call.words_of_chunk(kernel, world_size, shape, plan)
     chunks = 1 if kernel.zero_copy else -(-words // chunk)
     if kernel.protocol == "simple" and not kernel.zero_copy:
-        chunks, chunk = layout.alike(words, most, tile * (world_size if kernel.shards == 0 else 1))
+        chunks, chunk = layout.alike(words, most, taken if kernel.shards == 0 else tile)
     return Division(shape, plan, 2 * round_words, chunks, chunk / round_words, most / round_words)
 
 

@@ -27,6 +27,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_counts
+from tricomm.kernels.specialization import specialized
 from tricomm.perf.cost_model.machines import LATENCIES, MachineSpec
 from tricomm.policy.launch_shapes import MOST_REGISTERS
 
@@ -198,7 +199,19 @@ def run(
 def words_of_tile(kernel: Kernel, world_size: int, tile: int) -> int:
     """The number of 64-bit words of a row that a block moves at a time, with a tile of each shard."""
     divided = 1 if kernel.shards is None else kernel.shards or world_size
-    return layout.tile_words(kernel.protocol, tile) * divided
+    coded = DTYPE.bits // 8 if kernel.wire else 1
+    return layout.tile_words(kernel.protocol, tile) * divided * coded
+
+
+def words_of_chunk(kernel: Kernel, world_size: int, shape: LaunchShape, plan: layout.Layout) -> int:
+    """The most 64-bit words of a row that one epoch carries."""
+    if not kernel.wire:
+        return kernel.chunk_words(world_size, plan)
+    given = constexprs(kernel, world_size, shape)
+    spec: Any = specialized(("SPEC",), given)["SPEC"]
+    buffer = plan.wide_buffer if spec.WIDE else plan.ll_buffer if spec.LL else plan.simple_buffer
+    words: int = buffer // 16 // spec.FIRST_ROOM * spec.TILE * world_size
+    return words
 
 
 def busy(tiles: float, blocks: int) -> float:

@@ -9,7 +9,26 @@ fp32, push the sum to all in 8 bits again.
 
 q is 8 bits an element and a scale of 16 bits for each block of 128 (`device/wire.py`). A rank sums its own part from
 codes, too, and takes its own result from the codes that it sends. So every rank has the same bits, and they depend on
-the inputs in rank order alone, not on grid, chunks or arena. `fp8_gather` sends the first leg unquantised.
+the inputs in rank order alone, not on grid, chunks, arena or protocol.
+
+Order     rank 0 .. N-1 in fp32, each part exactly as its codes decode; an average is divided in fp32; each leg rounds
+          to codes once. The result is rounded to the element's type, which is exact for fp8 unless a half overflows.
+Source    reduce-scatter plus all-gather of FP8 as FlashInfer and vLLM's QuickReduce quantise them; unlike those, the
+          owner's part and result are quantised, too.
+
+ll128: flags in the data, as in `all_reduce_two_shot`, LL; no barrier. A rank also pushes its own codes, into its own
+buffer. Scales travel in wide words after the codes of their tile (`device/flagged_codes.py`).
+
+Bytes     8/3 (N-1)/N n / itemsize * 33/32 (65/64 for fp32) written to peers per rank: 0.52 of an unquantised call's for
+          16-bit elements. All shards are pushed at one length, the last with padding. Nothing is read from a peer.
+Hops      2.
+Waits     header, polled with the words of the first hop, and for a block without words, as in `all_reduce_two_shot`.
+          word:   its flag is this epoch. Codes and scales of a tile are awaited at once; neither orders the other.
+          Each of the two hops has a half of each buffer.
+Reuse     as in `all_reduce_two_shot`, LL: the protocol is the same, only tiles have room for scales, so they are not
+          powers of two. Every word in that room has its flag in the same place, whichever tile it is of.
+
+simple: `fp8_gather` sends the first leg unquantised.
 
 Bytes     (N-1)/N n / itemsize * 130/128 written to peers per rank and leg: 0.51 of an unquantised leg for 16-bit
           elements, a quarter for fp32. `fp8_gather`: n (N-1)/N in the first leg. Nothing is read from a peer.
@@ -20,10 +39,6 @@ Waits     header of phase 0 of chunk k, release to acquire at `.sys`: codes and 
 Reuse     as in `all_reduce_two_shot`, simple: two mailboxes by the epoch's parity, half of each buffer for shards and
           half for results (`run_two_hops` in `device/chunks.py`). A scale is in the room of its tile, so that it is
           written, read and overwritten with it.
-Order     rank 0 .. N-1 in fp32, each part exactly as its codes decode; an average is divided in fp32; each leg rounds
-          to codes once. The result is rounded to the element's type, which is exact for fp8 unless a half overflows.
-Source    reduce-scatter plus all-gather of FP8 as FlashInfer and vLLM's QuickReduce quantise them; unlike those, the
-          owner's part and result are quantised, too.
 """
 
 from __future__ import annotations
@@ -31,9 +46,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import run_two_hops
-from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
+from tricomm.kernels.device.arrival import poll_planes
+from tricomm.kernels.device.chunks import run_ll, run_two_hops
+from tricomm.kernels.device.flagged_codes import (
+    coded,
+    decoded,
+    load_pairs,
+    put_coded,
+    put_words,
+    scales_in,
+    store_pairs,
+)
+from tricomm.kernels.device.mailbox import buffer_words, flagged_bytes, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import end_of, whole_tile
+from tricomm.kernels.device.planes import whole_planes
+from tricomm.kernels.device.push import meet_ahead
 from tricomm.kernels.device.wire import (
     dequantize,
     get_codes,
@@ -54,10 +81,123 @@ from tricomm.kernels.reduction import divide
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_two_shot_quantized(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
-    half = buffer_words(group, 2, SPEC)
+    if SPEC.LL:
+        half = (flagged_bytes(group, SPEC).to(tl.uint64) // 16).to(tl.int64)
+    else:
+        half = buffer_words(group, 2, SPEC)
     tensors = (x_ptr, y_ptr, numel, half)
     tiles = (half.to(tl.uint64) // SPEC.FIRST_ROOM).to(tl.int64)  # FIRST_ROOM is ROOM or more
-    run_two_hops(_push, _reduce, _take, tensors, group, call, tiles * SPEC.TILE * SPEC.WORLD_SIZE, SPEC)
+    chunk_words = tiles * SPEC.TILE * SPEC.WORLD_SIZE
+    if SPEC.LL:
+        run_ll(_load_ll, _push_ll, _take_ll, tensors, group, call, chunk_words, 2, SPEC)
+    else:
+        run_two_hops(_push, _reduce, _take, tensors, group, call, chunk_words, SPEC)
+
+
+@triton.jit
+def _load_ll(tensors, chunk, SPEC: tl.constexpr):
+    return _shards(tensors, chunk, chunk.own, 0, SPEC)
+
+
+@triton.jit
+def _shards(tensors, chunk, first, FROM: tl.constexpr, SPEC: tl.constexpr):
+    """The tile at word `first` of the shards of the next ranks, from the one that is FROM ahead on: as many as
+    registers hold."""
+    x_ptr, y_ptr, numel, half = tensors
+    UNTIL: tl.constexpr = min(FROM + SPEC.LOADED, SPEC.WORLD_SIZE)
+    shard = shared_shard(chunk.count, SPEC)
+    limit = end_of(chunk.base + chunk.count, numel, SPEC.PACK)
+    last = chunk.base + (SPEC.WORLD_SIZE - 1) * shard + first
+    if whole_planes(last, shard - first, limit, x_ptr, SPEC.ALIGNED, SPEC):
+        tiles = ()
+        for step in tl.static_range(FROM, UNTIL):
+            there = chunk.base + (chunk.me + step) % SPEC.WORLD_SIZE * shard + first
+            tiles = tiles + (load_pairs(x_ptr, there, shard - first, limit, True, SPEC),)
+    else:
+        tiles = ()
+        for step in tl.static_range(FROM, UNTIL):
+            there = chunk.base + (chunk.me + step) % SPEC.WORLD_SIZE * shard + first
+            tiles = tiles + (load_pairs(x_ptr, there, shard - first, limit, False, SPEC),)
+    return tiles
+
+
+@triton.jit
+def _place(chunk, head, source, first, part, SPEC: tl.constexpr):
+    """Where the tile at word `first` of a shard is in `source`'s buffer of wide words, from word `part` of it on."""
+    return tl.multiple_of(ll_buffer(chunk, head, source, 0, SPEC) + part + first // SPEC.TILE * SPEC.ROOM, 16)
+
+
+@triton.jit
+def _push_ll(tensors, chunk, tiles, SPEC: tl.constexpr):
+    shard = shared_shard(chunk.count, SPEC)
+    first = chunk.own
+    while first < shard:
+        for some in tl.static_range(0, SPEC.WORLD_SIZE, SPEC.LOADED):
+            if some > 0:
+                tiles = _shards(tensors, chunk, first, some, SPEC)
+            for step in tl.static_range(some, min(some + SPEC.LOADED, SPEC.WORLD_SIZE)):
+                head = peer_ahead(chunk.group, step, SPEC.WORLD_SIZE)
+                buffer = _place(chunk, head, chunk.me, first, 0, SPEC)
+                put_words(buffer, tiles[step - some], chunk.epoch, shard - first, SPEC)
+        first += chunk.stride
+        if first < shard:
+            tiles = _shards(tensors, chunk, first, 0, SPEC)
+
+
+@triton.jit
+def _take_ll(tensors, chunk, status, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, half = tensors
+    WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
+    group, me = chunk.group, chunk.me
+    shard = shared_shard(chunk.count, SPEC)
+    limit = end_of(chunk.base + chunk.count, numel, SPEC.PACK)
+    first = chunk.own
+    status = meet_ahead(chunk, first >= shard, status, SPEC)
+    more = (status == 0) & (first < shard)
+    while more:
+        pointers, lefts = (), ()
+        buffer = _place(chunk, table_of(group), 0, tl.where(first < shard, first, 0), 0, SPEC)  # as in `push.arrived`
+        for r in tl.static_range(WORLD_SIZE):
+            pointers = pointers + (tl.multiple_of(buffer + r * (flagged_bytes(group, SPEC) // 8), 16),)
+            lefts = lefts + (SPEC.PLANES * plane_of(shard - first, SPEC),)
+        tiles, status = poll_planes(chunk, pointers, lefts, WORLD_SIZE, True, SPEC)
+        if status == 0:
+            codes, scales = coded(_summed(tiles, SPEC), SPEC)
+            for step in tl.static_range(1, WORLD_SIZE):
+                buffer = _place(chunk, peer_ahead(group, step, WORLD_SIZE), me, first, half, SPEC)
+                put_coded(buffer, codes, scales, chunk.epoch, shard - first, SPEC)
+            there = chunk.base + me * shard + first
+            store_pairs(y_ptr, there, decoded(codes, scales, SPEC), shard - first, limit, SPEC)
+        first += chunk.stride
+        more = (status == 0) & (first < shard)
+    first = chunk.own
+    while (first < shard) & (status == 0):
+        pointers, lefts = (), ()
+        buffer = _place(chunk, table_of(group), 0, first, half, SPEC)
+        for step in tl.static_range(1, WORLD_SIZE):
+            source = (me + step) % WORLD_SIZE
+            pointers = pointers + (tl.multiple_of(buffer + source * (flagged_bytes(group, SPEC) // 8), 16),)
+            lefts = lefts + (SPEC.PLANES * plane_of(shard - first, SPEC),)
+        tiles, status = poll_planes(chunk, pointers, lefts, WORLD_SIZE - 1, False, SPEC)
+        if status == 0:
+            for step in tl.static_range(1, WORLD_SIZE):
+                there = chunk.base + (me + step) % WORLD_SIZE * shard + first
+                values = decoded(tiles[step - 1], scales_in(tiles[step - 1], SPEC), SPEC)
+                store_pairs(y_ptr, there, values, shard - first, limit, SPEC)
+        first += chunk.stride
+    return status
+
+
+@triton.jit
+def _summed(tiles, SPEC: tl.constexpr):
+    """The sums of WORLD_SIZE tiles of codes, or their averages: eight fp32 tiles for each plane."""
+    results = ()
+    for p in tl.static_range(SPEC.PLANES):
+        sums = ()
+        for r in tl.static_range(SPEC.WORLD_SIZE):
+            sums = _added(sums, dequantize(tiles[r][p], scales_in(tiles[r], SPEC)[p], SPEC), r)
+        results = results + (_averaged(sums, SPEC),)
+    return results
 
 
 @triton.jit
@@ -66,7 +206,7 @@ def _push(tensors, chunk, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     shard = shared_shard(chunk.count, SPEC)
     last = (WORLD_SIZE - 1) * shard
-    AT_ONCE: tl.constexpr = 8 if SPEC.PLANES == 2 else 2  # ranks: fp32 tiles are larger, and eight of them spill
+    AT_ONCE: tl.constexpr = SPEC.LOADED
     for first in range(chunk.own, shard, chunk.stride):
         whole = whole_tile(first, chunk.count - last, chunk.base + last, numel, x_ptr, SPEC.TILE, SPEC.ALIGNED)
         for some in tl.static_range(0, WORLD_SIZE, AT_ONCE):

@@ -115,10 +115,10 @@ class Kernel:
 
     def why_not_compiled(self, architecture: int) -> str | None:
         """None if this Triton compiles it for `architecture` (90 for sm_90), else the reason."""
-        if self.wide:
-            return wide_words.why_not(architecture)
         if self.codes == "fp8" and architecture < _FIRST_FP8:
             return f"sm_{architecture} has no e4m3 conversions: use sm_{_FIRST_FP8} or newer, or wire=int8"
+        if self.wide:
+            return wide_words.why_not(architecture)
         return multimem.why_not(architecture) if self.multicast else None
 
     def why_not_ranks(self, world_size: int) -> str | None:
@@ -278,17 +278,23 @@ MULTICAST_ZERO_COPY = (
 WIRES = ("fp8", "int8", "fp8_gather")
 
 
-def quantized_cost(wire: str, itemsize: int = 4) -> Cost:
+def quantized_cost(wire: str, protocol: str = "simple", itemsize: int = 4) -> Cost:
     """`written` of the kernel that quantises by `wire`: in both legs or only in the second, elements of `itemsize`
-    bytes become 8 bits each, with a scale of 16 bits per block of 128."""
+    bytes become 8 bits each, with a scale of 16 bits per block of 128. Under `ll128` the scales for 768 bytes of codes
+    take one wide word, or two if elements have 16 bits."""
+    if protocol == "ll128":
+        return _times(_LL128 * (1 + Fraction(1, 16 * itemsize)) / itemsize, _shards)
     codes = Fraction(130, 128 * itemsize)
     return _times((1 + codes) / 2 if wire.endswith("_gather") else codes, _shards)
 
 
-# Quantised on the links.
-WIRE = tuple(
-    Kernel("all_reduce", algorithm_of(wire), "simple", quantized_cost(wire), _none, 2, 2, wire=wire) for wire in WIRES
-)
+def _quantised(wire: str, protocol: str) -> Kernel:
+    cost, barriers = quantized_cost(wire, protocol), 2 if protocol == "simple" else 0
+    return Kernel("all_reduce", algorithm_of(wire), protocol, cost, _none, 2, barriers, wire=wire)
+
+
+# Quantised on the links: plain codes, and codes in words with flags.
+WIRE = (*(_quantised(wire, "simple") for wire in WIRES), *(_quantised(wire, "ll128") for wire in ("fp8", "int8")))
 
 # With an epilogue of rows: RMSNorm, optionally quantised, or a user's function.
 FUSED = tuple(

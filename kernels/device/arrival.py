@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tricomm.kernels import layout
 from tricomm.kernels.device.halves import halves, joined
-from tricomm.kernels.device.planes import no_tile
+from tricomm.kernels.device.planes import no_scales, no_tile, see_scales
 from tricomm.kernels.group import control_of, table_of
 from tricomm.kernels.primitives import (
     EPOCHS,
@@ -59,6 +59,7 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
 
     `pointers` are int64*; the caller hints that they are 16-byte aligned, because a hint given here would be lost.
     `lefts` (int64) are the words from each tile's first to the end of its run; words past that end are not awaited.
+    Of a tile of codes the scales are awaited, too, and follow its planes in the tuple.
     MEET: also wait for every peer's header of phase 0, and compare its fingerprint. Returns (a tuple of COUNT tiles,
     status). A status other than 0 and 2 (aborted) has been reported in the status word. A word with the awaited flag is
     complete, because payload and flag are one access: a volatile load, relaxed at `.sys` scope (see `get_ll`), or a
@@ -78,7 +79,7 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
     lane = tl.arange(0, BLOCK)
     words = ()
     for _ in tl.static_range(COUNT):
-        words = words + (no_tile(SPEC),)
+        words = words + (no_tile(SPEC) + no_scales(SPEC),)
     said = tl.zeros([META], tl.int64)
     code = 1
     spins = 0
@@ -88,6 +89,9 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
         for n in tl.static_range(COUNT):
             if SPEC.WIDE:
                 tile, old = see_wide(pointers[n], flag, BLOCK)
+                if SPEC.CODED > 1:
+                    scales, unscaled = see_scales(pointers[n], flag, SPEC)
+                    tile, old = tile + scales, old | unscaled
                 late |= tl.where(lane < plane_words(lefts[n], BLOCK), old, 0)
                 payload = payload + (tile,)
             else:
@@ -130,8 +134,8 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
         report_overlap(chunk.group, own)
     # The next stores may overwrite the place that was loaded, with words in another order, so all loads must be done.
     # With several warps the reduction contains a barrier; in a single warp with one word a lane, each lane stores where
-    # it has loaded.
-    if (SPEC.LANES == 32) & (BLOCK > 32):
+    # it has loaded. Scales are an exception: one lane stores what several have loaded.
+    if (SPEC.LANES == 32) & ((BLOCK > 32) | (SPEC.CODED > 1)):
         tl.debug_barrier()
     return words, tl.minimum(code, 2)
 

@@ -115,16 +115,18 @@ def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
 @triton.jit
 def clear_runs(mailboxes, words, idle, RUNS: tl.constexpr, WIDE: tl.constexpr, SPEC: tl.constexpr):
     """Clear this block's tiles in each of RUNS equal runs of mailbox `idle`, which has `words` words of 64 bits. A tile
-    takes 2 BLOCK of them, under `ll` and under `ll128`."""
+    takes 2 BLOCK of them, under `ll` and under `ll128`; a tile of codes takes ROOM."""
     STEP: tl.constexpr = 2 * SPEC.BLOCK
-    OWNED: tl.constexpr = SPEC.OWNED * STEP
+    CODES: tl.constexpr = SPEC.LL and SPEC.CODED > 1
+    OWNED: tl.constexpr = SPEC.ROOM if CODES else SPEC.OWNED * STEP
     run = words // RUNS
     for part in range(RUNS):
         start = mailboxes + idle * words + part * run
         for own in range(tl.program_id(0).to(tl.int64) * OWNED, run, tl.num_programs(0).to(tl.int64) * OWNED):
             for first in range(own, tl.minimum(own + OWNED, run), STEP):
+                until = tl.minimum(own + OWNED, run) if CODES else run  # others are whole STEPs in any case
                 if WIDE:
-                    clear_wide(start + first, (run - first) // 2, SPEC.BLOCK)
+                    clear_wide(start + first, (until - first) // 2, SPEC.BLOCK)
                 else:
                     zeros = tl.zeros([SPEC.BLOCK], tl.int64)
-                    put_ll(start + first, zeros, 0, (run - first) // 2, SPEC.BLOCK, SPEC.PTX)
+                    put_ll(start + first, zeros, 0, (until - first) // 2, SPEC.BLOCK, SPEC.PTX)

@@ -79,15 +79,16 @@ def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
 
 
 @triton.jit
-def load_elements(x_ptr, first, numel, BLOCK: tl.constexpr):
-    """`load_words` element by element, for tiles of several planes. The loop increments the pointer:
+def load_elements(x_ptr, first, numel, BLOCK: tl.constexpr, STEP: tl.constexpr = 1):
+    """`load_words` element by element, for tiles of several planes; of every STEP words one. The loop increments the
+    pointer:
 
     if it computed each address in place, Triton's early passes would visit the whole computation for each load, which
     doubles their time for a kernel with three planes of eight ranks.
     """
     BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
     PACK: tl.constexpr = 64 // BITS
-    at = (first + tl.arange(0, BLOCK)) * PACK
+    at = (first + tl.arange(0, BLOCK) * STEP) * PACK
     elements = raw_pointer(x_ptr, BITS) + at
     words = tl.zeros([BLOCK], tl.int64)
     for j in range(PACK):
@@ -101,11 +102,11 @@ def load_elements(x_ptr, first, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_elements(y_ptr, first, words, numel, BLOCK: tl.constexpr):
+def store_elements(y_ptr, first, words, numel, BLOCK: tl.constexpr, STEP: tl.constexpr = 1):
     """The inverse of `load_elements`."""
     BITS: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth
     PACK: tl.constexpr = 64 // BITS
-    at = (first + tl.arange(0, BLOCK)) * PACK
+    at = (first + tl.arange(0, BLOCK) * STEP) * PACK
     elements = raw_pointer(y_ptr, BITS) + at
     for j in range(PACK):
         tl.store(elements, (words >> (BITS * j)).to(elements.dtype.element_ty), mask=at < numel)

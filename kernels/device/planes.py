@@ -7,7 +7,7 @@ A tile is a tuple of `SPEC.PLANES` int64 tiles of `SPEC.PLANE` words, neighbouri
 in all. Under `ll128` a word of each of three planes makes two wide words (`wide_words.py`). A full tile has p = PLANE.
 The last tile of a run has a smaller p (`plane_words`), so that few words take few wide words. Therefore the functions
 that load, push, poll or store a tile take `left`, the words from the tile's first to the end of its run, which is equal
-on all ranks.
+on all ranks. A tile of codes (CODED > 1, `ll128`) ends with wide words of scales: one for SHARED words of a plane.
 
 Poll: `device/arrival.py`. Place of a tile in a mailbox: `mailbox.ll_buffer`.
 """
@@ -17,10 +17,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.halves import halves, joined
 from tricomm.kernels.device.packing import end_of, load_elements, load_words, store_elements, store_words
 from tricomm.kernels.primitives import put_ll
 from tricomm.kernels.reduction import accumulate, reduce_words
-from tricomm.kernels.wide_words import plane_words, put_wide
+from tricomm.kernels.wide_words import load_wide, plane_words, put_wide, store_wide
 
 
 @triton.jit
@@ -49,6 +50,40 @@ def no_tile(SPEC: tl.constexpr):
     for _ in tl.static_range(SPEC.PLANES):
         tile = tile + (tl.zeros([SPEC.PLANE], tl.int64),)
     return tile
+
+
+@triton.jit
+def no_scales(SPEC: tl.constexpr):
+    """Zeros in place of the scales of a tile; an empty tuple if it has none."""
+    thirds = ()
+    for _ in tl.static_range(3 if SPEC.CODED > 1 else 0):
+        thirds = thirds + (tl.zeros([SPEC.PLANE], tl.int32),)
+    return thirds
+
+
+@triton.jit
+def put_scales(pointer, thirds, flag, count, SPEC: tl.constexpr):
+    """Push the scales of the tile at `pointer`, of which the first `count` words of each plane are pushed: three int32
+    tiles, equal in SHARED neighbours."""
+    lane = tl.arange(0, SPEC.PLANE)
+    low = joined((thirds[0], thirds[1]), SPEC.PTX)
+    high = joined((thirds[2], (lane * 0 + flag).to(tl.int32)), SPEC.PTX)
+    store_wide(_scale_words(pointer, SPEC), low, high, (lane % SPEC.SHARED == 0) & (lane < count))
+
+
+@triton.jit
+def see_scales(pointer, flag, SPEC: tl.constexpr):
+    """The present scales of the tile at `pointer` for each word of a plane: (three int32 tiles, int32: 1 if their word
+    has another flag)."""
+    low, high = load_wide(_scale_words(pointer, SPEC))
+    first, second = halves(low, SPEC.PTX)
+    third, seen = halves(high, SPEC.PTX)
+    return (first, second, third), (seen != flag).to(tl.int32)
+
+
+@triton.jit
+def _scale_words(pointer, SPEC: tl.constexpr):
+    return pointer + 2 * SPEC.BLOCK + tl.arange(0, SPEC.PLANE) // SPEC.SHARED * 2
 
 
 @triton.jit

@@ -13,9 +13,10 @@ An infinity or a NaN is coded as a NaN (e4m3 0x7F, int8 -128) and does not chang
 zeros has codes of zeros; int8 has no -0. The bits are the same on every architecture and under the interpreter, because
 no operation here rounds differently on one of them.
 
-A tile is PLANES planes: neighbouring runs of BLOCK words of a tensor. Its codes have the size of one plane: word i has
-the codes of word i of each plane. So no element changes its thread, and every access is 16 bytes wide. At the end of a
-run planes are shorter, but whole blocks (`plane_of`). A tile takes ROOM words of a mailbox: codes, then scales.
+A tile of plain data is CODED planes: neighbouring runs of BLOCK words of a tensor. Its codes have the size of one
+plane: word i has the codes of word i of each plane. So no element changes its thread, and every access is 16 bytes
+wide. At the end of a run planes are shorter, but whole blocks (`plane_of`). A tile takes ROOM words of a mailbox:
+codes, then scales. Tiles of words with flags: `device/flagged_codes.py`.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ _FROM_FP8 = tl.constexpr(
 @triton.jit
 def shared_shard(count, SPEC: tl.constexpr):
     """Words of a rank's shard of `count` words: whole blocks."""
-    return tl.cdiv(count, SPEC.SHARED * SPEC.WORLD_SIZE) * SPEC.SHARED
+    return tl.cdiv(count, SPEC.UNIT * SPEC.WORLD_SIZE) * SPEC.UNIT
 
 
 @triton.jit
 def plane_of(left, SPEC: tl.constexpr):
-    """int32: words of a plane of the tile with `left` words to the end of its run: whole blocks, at most BLOCK."""
+    """int32: words of a plane of the tile with `left` words to the end of its run: whole blocks, at most PLANE."""
     carried = tl.maximum(tl.minimum(left, SPEC.TILE), 0).to(tl.int32)
-    return tl.cdiv(carried, SPEC.PLANES * SPEC.SHARED) * SPEC.SHARED
+    return tl.cdiv(carried, SPEC.PLANES * SPEC.CODED * SPEC.SHARED) * SPEC.SHARED
 
 
 @triton.jit
 def load_source(x_ptr, start, plane, limit, SPEC: tl.constexpr):
     """The planes of `plane` words from word `start` on of a tensor that ends at element `limit`; zeros past that."""
     planes = ()
-    for k in tl.static_range(SPEC.PLANES):
+    for k in tl.static_range(SPEC.CODED):
         planes = planes + (load_words(x_ptr, start + k * plane, limit, SPEC.BLOCK, SPEC.ALIGNED),)
     return planes
 
@@ -72,7 +73,7 @@ def load_whole_source(x_ptr, start, SPEC: tl.constexpr):
     """`load_source` of a whole tile, whose planes are in flight at once."""
     wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + start, 16)
     planes = ()
-    for k in tl.static_range(SPEC.PLANES):
+    for k in tl.static_range(SPEC.CODED):
         planes = planes + (tl.load(wide + k * SPEC.BLOCK + tl.arange(0, SPEC.BLOCK)),)
     return planes
 
@@ -80,7 +81,7 @@ def load_whole_source(x_ptr, start, SPEC: tl.constexpr):
 @triton.jit
 def store_values(y_ptr, start, values, plane, limit, SPEC: tl.constexpr):
     """Round `values` of a tile and store its planes, the inverse of `load_source`."""
-    for k in tl.static_range(SPEC.PLANES):
+    for k in tl.static_range(SPEC.CODED):
         words = tl.zeros([SPEC.BLOCK], tl.int64)
         for j in tl.static_range(SPEC.PACK):
             words |= raw_bits(values[k * SPEC.PACK + j], SPEC.ELEMENT, SPEC.BITS) << (SPEC.BITS * j)
@@ -92,7 +93,7 @@ def store_values(y_ptr, start, values, plane, limit, SPEC: tl.constexpr):
 def values_of(planes, SPEC: tl.constexpr):
     """Eight fp32 tensors of a tile's planes: number k * PACK + j has element j of each word of plane k."""
     values = ()
-    for k in tl.static_range(SPEC.PLANES):
+    for k in tl.static_range(SPEC.CODED):
         parts = halves(planes[k], SPEC.PTX)
         for j in tl.static_range(SPEC.PACK):
             values = values + (number_of(parts, j, SPEC.ELEMENT, SPEC.BITS),)
@@ -101,20 +102,21 @@ def values_of(planes, SPEC: tl.constexpr):
 
 @triton.jit
 def quantize(values, SPEC: tl.constexpr):
-    """Quantise eight fp32 tensors: (words of codes; for each plane the bits of each block's scale, int32; for each
-    plane each word's scale, fp32)."""
+    """Quantise eight fp32 tensors: (words of codes; SCALES times the bits of each block's scale, int32, and each word's
+    scale, fp32). Each scale is that of 8 // SCALES of the eight, in SHARED neighbours."""
+    EACH: tl.constexpr = 8 // SPEC.SCALES
     scaled, scales, by_word = (), (), ()
-    for k in tl.static_range(SPEC.PLANES):
-        most = tl.zeros([SPEC.BLOCK], tl.int32)
-        for j in tl.static_range(SPEC.PACK):
-            magnitude = values[k * SPEC.PACK + j].to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    for k in tl.static_range(SPEC.SCALES):
+        most = tl.zeros([SPEC.PLANE], tl.int32)
+        for j in tl.static_range(EACH):
+            magnitude = values[k * EACH + j].to(tl.int32, bitcast=True) & 0x7FFFFFFF
             most = tl.maximum(most, tl.where(magnitude < _INFINITE, magnitude, 0))
         scale, inverse = _scale(tl.max(tl.reshape(most, [SPEC.BLOCKS, SPEC.SHARED]), axis=1), SPEC)
         scales = scales + (scale,)
         by_word = by_word + (_spread(scale.to(tl.float32, bitcast=True), SPEC),)
         each = _spread(inverse, SPEC)
-        for j in tl.static_range(SPEC.PACK):
-            scaled = scaled + (_finite(values[k * SPEC.PACK + j]) * each,)
+        for j in tl.static_range(EACH):
+            scaled = scaled + (_finite(values[k * EACH + j]) * each,)
     return joined((_coded(scaled, 0, SPEC), _coded(scaled, 4, SPEC)), SPEC.PTX), scales, by_word
 
 
@@ -125,7 +127,7 @@ def dequantize(codes, by_word, SPEC: tl.constexpr):
     numbers = _decoded(low, SPEC) + _decoded(high, SPEC)
     values = ()
     for n in tl.static_range(8):
-        values = values + (numbers[n] * by_word[n // SPEC.PACK],)
+        values = values + (numbers[n] * by_word[n * SPEC.SCALES // 8],)
     return values
 
 
@@ -152,7 +154,7 @@ def _scale(most, SPEC: tl.constexpr):
 def _spread(of_blocks, SPEC: tl.constexpr):
     """For each word of a plane its block's element of `of_blocks`."""
     columns = tl.broadcast_to(tl.expand_dims(of_blocks, 1), [SPEC.BLOCKS, SPEC.SHARED])
-    return tl.reshape(columns, [SPEC.BLOCK])
+    return tl.reshape(columns, [SPEC.PLANE])
 
 
 @triton.jit
@@ -228,7 +230,7 @@ def put_codes(buffers, codes, scales, plane, COUNT: tl.constexpr, SPEC: tl.const
 @triton.jit
 def _put_scales(buffer, scales, plane, SPEC: tl.constexpr):
     upper, block = buffer.to(tl.pointer_type(tl.int16)), tl.arange(0, SPEC.BLOCKS)
-    for k in tl.static_range(SPEC.PLANES):
+    for k in tl.static_range(SPEC.CODED):
         bits = (scales[k] >> 16).to(tl.int16)
         tl.store(upper + k * SPEC.BLOCKS + block, bits, mask=block * SPEC.SHARED < plane)
 
@@ -256,7 +258,7 @@ def get_codes(buffers, plane, COUNT: tl.constexpr, SPEC: tl.constexpr):
 def _get_scales(buffer, plane, SPEC: tl.constexpr):
     upper, lane = buffer.to(tl.pointer_type(tl.int16)), tl.arange(0, SPEC.BLOCK)
     scales = ()
-    for k in tl.static_range(SPEC.PLANES):
+    for k in tl.static_range(SPEC.CODED):
         bits = tl.load(upper + k * SPEC.BLOCKS + lane // SPEC.SHARED, mask=lane < plane, other=0)
         scales = scales + ((bits.to(tl.int32) << 16).to(tl.float32, bitcast=True),)
     return scales
@@ -268,10 +270,10 @@ def put_source(buffer, planes, plane, SPEC: tl.constexpr):
     lane = tl.arange(0, SPEC.BLOCK)
     at = tl.multiple_of(buffer, 16) + lane
     if plane == SPEC.BLOCK:
-        for k in tl.static_range(SPEC.PLANES):
+        for k in tl.static_range(SPEC.CODED):
             tl.store(at + k * SPEC.BLOCK, planes[k])
     else:
-        for k in tl.static_range(SPEC.PLANES):
+        for k in tl.static_range(SPEC.CODED):
             tl.store(at + k * SPEC.BLOCK, planes[k], mask=lane < plane)
 
 
@@ -282,7 +284,7 @@ def get_source(buffers, plane, COUNT: tl.constexpr, SPEC: tl.constexpr):
     tiles = ()
     for n in tl.static_range(COUNT):
         planes = ()
-        for k in tl.static_range(SPEC.PLANES):
+        for k in tl.static_range(SPEC.CODED):
             at = tl.multiple_of(buffers[n], 16) + k * SPEC.BLOCK + lane
             planes = planes + (tl.load(at, mask=lane < plane, other=0),)
         tiles = tiles + (planes,)

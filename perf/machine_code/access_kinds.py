@@ -19,11 +19,11 @@ from functools import cache
 from pathlib import Path
 
 from tricomm.kernels import primitives
-from tricomm.kernels.device import arrival, chunks, counts, mailbox, message_queues, packing, plain_data, wire
+from tricomm.kernels.device import arrival, chunks, counts, mailbox, message_queues, packing, plain_data, planes, wire
 from tricomm.perf.machine_code.accesses import Line
 
-_SHARED = (primitives, arrival, chunks, mailbox, counts, packing, plain_data, message_queues, wire)
-_SCALES = ("wire._put_scales", "wire._get_scales")
+_SHARED = (primitives, arrival, chunks, mailbox, counts, packing, plain_data, message_queues, planes, wire)
+_SCALES = ("wire._put_scales", "wire._get_scales", "planes.put_scales", "planes.see_scales")
 _PAYLOAD = ("primitives.store_ll", "primitives.get_ll", "arrival.poll_planes")
 
 

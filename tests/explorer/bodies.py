@@ -53,8 +53,9 @@ def quantised(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) 
         size = mutant.sizes[number % len(mutant.sizes)]
         draws = [torch.Generator().manual_seed(100 * number + r) for r in range(comm.world_size)]
         parts = [(torch.randn(size, generator=draw) * (number + 1)).to(mutant.dtype) for draw in draws]
-        wire = registry.wire_of(mutant.keys[0][1])
-        yield comm.all_reduce(parts[comm.rank].clone(), wire=wire), reference.quantised(wire, "sum", parts)
+        _, algorithm, protocol = mutant.keys[0]
+        result = comm.all_reduce(parts[comm.rank].clone(), algorithm=algorithm, protocol=protocol)
+        yield result, reference.quantised(registry.wire_of(algorithm), "sum", parts)
 
 
 def cube_floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:

@@ -93,8 +93,9 @@ class Mutant:
     @property
     def options(self) -> Options:
         """The options of `tricomm check`, with this mutant's grid, tile and first epoch."""
+        codes = [k for k in registry.WIRE if (k.collective, k.algorithm, k.protocol) in self.keys]  # they need room
         return Options(
-            arena_bytes=shipped.options(self.world_size).arena_bytes,
+            arena_bytes=shipped.options(self.world_size, kernel=codes[0] if codes else None).arena_bytes,
             max_blocks=self.max_blocks,
             topology=self.topology,
             _tuning=Tuning(blocks=self.blocks or None, tile=self.tile, first_epoch=self.first_epoch),

@@ -3,6 +3,8 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 WORDS = {2: torch.int16, 4: torch.int32}
 # Elements: none of a second block, the ends of blocks, of tiles, of shards; several tiles a rank.
 SIZES = (1, 2, 127, 128, 129, 1000, 3 * 1024 + 1, 5 * 2048 + 77)
-SMALL = tuned(Options(arena_bytes=96 << 10), tile=64)
+SMALL = tuned(Options(arena_bytes=256 << 10), tile=64)
 
 
 def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -56,16 +58,15 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), 0x7A5A, x.view(WORDS[x.itemsize]))
 
 
-def check_exact(
-    world_size: int, wire: str, dtype: torch.dtype, size: int, op: str = "sum", options: Options | None = None
-) -> None:
+def check_exact(world_size: int, wire: str, dtype: torch.dtype, size: int, **more: Any) -> None:
+    op, options, protocol = more.get("op", "sum"), more.get("options"), more.get("protocol")
     parts = [numbers(r, size, dtype) for r in range(world_size)]
     want = reference.quantised(wire, op, parts)
 
     def fn(comm: tricomm.Communicator) -> torch.Tensor:
         out = torch.full((size,), 3.5, dtype=dtype)
         x = numbers(comm.rank, size, dtype)
-        assert comm.all_reduce(x, op, out, wire=wire) is out
+        assert comm.all_reduce(x, op, out, wire=wire, protocol=protocol) is out
         assert torch.equal(bits(x), bits(numbers(comm.rank, size, dtype)))
         return out
 
@@ -74,28 +75,31 @@ def check_exact(
     assert all(torch.equal(first.view(WORDS[dtype.itemsize]), other.view(WORDS[dtype.itemsize])) for other in others)
 
 
-EVERY = list(itertools.product(registry.WIRES, FLOATS, SIZES))
+KERNELS = [(kernel.wire, kernel.protocol) for kernel in registry.WIRE]
+EVERY = [(*kernel, dtype, size) for kernel, dtype, size in itertools.product(KERNELS, FLOATS, SIZES)]
 
 
-@pytest.mark.parametrize("wire, dtype, size", some(EVERY, 24, lambda number, value: number % 3 == 0))
-def test_every_rank_has_the_documented_bits(wire, dtype, size):
+@pytest.mark.parametrize("wire, protocol, dtype, size", some(EVERY, 24, lambda number, value: number % 3 == 0))
+def test_every_rank_has_the_documented_bits(wire, protocol, dtype, size):
     for world_size in (2, 3) if size > 2000 else (2, 5):
-        check_exact(world_size, wire, dtype, size)
+        check_exact(world_size, wire, dtype, size, protocol=protocol)
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_ranks(world_size):
-    wire = registry.WIRES[world_size % 3]
-    check_exact(world_size, wire, FLOATS[world_size % 3], 128 * 9 * world_size + 5, op="avg")
-    check_exact(world_size, wire, FLOATS[(world_size + 1) % 3], 300)  # some ranks have no block
+    for number in (world_size, world_size + 3):
+        wire, protocol = KERNELS[number % len(KERNELS)]
+        check_exact(world_size, wire, FLOATS[number % 3], 128 * 9 * world_size + 5, op="avg", protocol=protocol)
+        check_exact(world_size, wire, FLOATS[(number + 1) % 3], 300, protocol=protocol)  # some ranks have no block
 
 
-@pytest.mark.parametrize("wire", registry.WIRES)
-def test_neither_chunks_nor_grid_change_the_bits(wire):
+@pytest.mark.parametrize("wire, protocol", KERNELS)
+def test_neither_chunks_nor_grid_change_the_bits(wire, protocol):
     """An arena of a few tiles, so that a call takes several chunks, by one block and by three."""
     for dtype in (torch.bfloat16, torch.float32):
         for blocks in (1, 3):
-            check_exact(3, wire, dtype, 9000, options=replace(SMALL, _tuning=replace(SMALL._tuning, blocks=blocks)))
+            few = replace(SMALL, _tuning=replace(SMALL._tuning, blocks=blocks))
+            check_exact(3, wire, dtype, 9000, options=few, protocol=protocol)
 
 
 @pytest.mark.parametrize("wire", registry.WIRES)
@@ -247,7 +251,8 @@ def test_explain_names_the_kernel_of_a_call_that_asks(wire):
         return (found.algorithm, found.protocol), counted, found.reason, refused
 
     for kernel, counted, reason, refused in tricomm.simulate(fn, 2):
-        assert [kernel] == counted and kernel == (registry.algorithm_of(wire), "simple") and "forced" in reason
+        flags = "simple" if wire == "fp8_gather" else "ll128"
+        assert [kernel] == counted and kernel == (registry.algorithm_of(wire), flags) and "forced" in reason
         assert all("only an all_reduce has it" in text for text in refused[:2])
         assert "not int32 by sum" in refused[2] and "give one of them" in refused[3] and "wire='fp4'" in refused[4]
 
@@ -330,12 +335,27 @@ def test_when_a_group_quantises():
         found = (n for n in sizes if "two_shot_" in selection.choose(facts, "all_reduce", n, bits=16).algorithm)
         return next(found, None)
 
-    assert [first(device, "fp8") for device in ("sm_89", "sm_90", "sm_100", "sm_103")] == [
-        n << 20 for n in (1, 2, 4, 4)
-    ]
-    assert first("sm_80", "int8") == 1 << 20 and first("sm_90", "fp8", switch=True) == 2 << 20
+    for device in ("sm_89", "sm_90", "sm_100", "sm_103"):
+        assert first(device, "fp8") == 1 << 20
+    assert first("sm_80", "int8") == 1 << 20 and first("sm_90", "fp8", switch=True) == 1 << 20
     assert first("sm_90", "fp8_gather") == 4 << 20 and first("sm_90", "fp8_gather", switch=True) is None
     assert first("sm_90", "fp8", dtype="float64") is None and first("sm_90", "fp8", op="max") is None
+
+
+def test_flags_are_in_the_data_of_calls_that_they_make_shorter():
+    """Between fast links up to 4 MiB, elsewhere up to 256 KiB, and nowhere without wide words."""
+
+    def protocol(device: str, nbytes: int, algorithm: str | None = None) -> str:
+        kind, _, links = device.partition(" ")
+        facts = SelectionFacts(kind, 4, layout.plan(4, 64 << 20), 32, wire="fp8", topology=links)
+        return selection.choose(facts, "all_reduce", nbytes, algorithm, bits=16).protocol
+
+    for device, last in (("sm_90", 4 << 20), ("sm_103", 4 << 20), ("sm_89", 256 << 10), ("sm_90 pcie", 256 << 10)):
+        assert [protocol(device, n, "two_shot_fp8") for n in (1, last, last + 1)] == ["ll128", "ll128", "simple"]
+    assert [protocol("sm_90", n) for n in (1 << 20, 5 << 20)] == ["ll128", "simple"]
+    with patch.object(selection.wide_words, "why_not", lambda *facts: "this Triton has none"):
+        assert protocol("sm_90", 1 << 20, "two_shot_fp8") == "simple"
+        assert selection.wire_from(SelectionFacts("sm_90", 4, layout.plan(4, 64 << 20), 32, wire="fp8")) == 2 << 20
 
 
 @pytest.mark.parametrize("device, message", [("sm_80", "sm_80 has no e4m3"), ("cuda", "several architectures")])
@@ -357,7 +377,7 @@ def test_explain_says_why_a_group_does_not_quantise_a_call():
     def reason(nbytes: int, how: SelectionFacts = facts, collective: str = "all_reduce") -> str:
         return selection.choose(how, collective, nbytes, bits=16).reason.partition("; not quantised: ")[2]
 
-    assert reason(1 << 20) == "wire='fp8' gains from 2097152 bytes on" and not reason(4 << 20)
+    assert reason(1 << 19) == "wire='fp8' gains from 1048576 bytes on" and not reason(4 << 20)
     beside = replace(facts, beside=True)
     assert "two_shot_fp8 takes more than 128 registers" in reason(4 << 20, beside)
     assert selection.wire_from(beside) is None  # so that NCCL keeps its calls

@@ -34,6 +34,11 @@ _OPTION = "wire"  # used as a table's name, with row -1
 # Bytes from which a quantised all-reduce is faster than any other: modelled, for bf16 on 4 and 8 ranks.
 _WIRE_FROM = {"sm_90": 2 << 20, "sm_100": 4 << 20}
 _WIRE_FROM_ELSEWHERE = 1 << 20
+# With flags in the data, which take no barrier, it does so from 1 MiB on, and takes less time than plain codes up to
+# these bytes. Over slow links, which others may have, the bytes of the flags soon take longer than a barrier.
+_FLAGGED_FROM = 1 << 20
+_FLAGGED_UNTIL = {"sm_90": 4 << 20, "sm_100": 4 << 20}
+_FLAGGED_UNTIL_ELSEWHERE = 256 << 10
 _SAME_LINKS = {"sm_103": "sm_100"}  # B300 has the links of B200
 
 
@@ -114,6 +119,8 @@ def choose(
             if not k.wire or k.wire == facts.wire or k.algorithm == algorithm
         ]
     fits = _usable(facts, f"{collective}{' over symmetric memory' if zero_copy else ''}", known, algorithm, protocol)
+    flagged = nbytes <= _FLAGGED_UNTIL.get(_links(facts), _FLAGGED_UNTIL_ELSEWHERE)
+    fits.sort(key=lambda k: bool(k.wire) and k.wide != flagged)  # the faster one of two that quantise comes first
     candidates = [
         (name, number, row, k)
         for name, number, row in table_rows(facts, collective, nbytes, mode, bits, zero_copy=bool(zero_copy))
@@ -174,10 +181,15 @@ def wire_from(facts: SelectionFacts) -> int | None:
     """
     if not facts.wire or _why_not(facts, _kernel_of(facts.wire)):
         return None
-    least = _WIRE_FROM.get(_SAME_LINKS.get(facts.device, facts.device), _WIRE_FROM_ELSEWHERE)
-    if not facts.wire.endswith("_gather"):
-        return least
-    return 2 * least if facts.no_multicast else None
+    least = _WIRE_FROM.get(_links(facts), _WIRE_FROM_ELSEWHERE)
+    if facts.wire.endswith("_gather"):
+        return 2 * least if facts.no_multicast else None
+    return _FLAGGED_FROM if has_wide_words(facts, "all_reduce", forced=False) else least
+
+
+def _links(facts: SelectionFacts) -> str:
+    """The device with the same links that modelled sizes are given for; empty for any over PCIe."""
+    return "" if facts.topology == "pcie" else _SAME_LINKS.get(facts.device, facts.device)
 
 
 def _why_not_quantised(facts: SelectionFacts, nbytes: int) -> str:

@@ -94,7 +94,7 @@ def quantized_epochs(comm):
 
 
 def test_the_epochs_of_a_quantised_call_are_at_least_those_that_are_counted():
-    found = tricomm.simulate(quantized_epochs, world_size=2, options=tricomm.Options(arena_bytes=64 * 1024))
+    found = tricomm.simulate(quantized_epochs, world_size=2, options=tricomm.Options(arena_bytes=128 * 1024))
     assert found[0] and all(1 < counted <= taken for counted, taken in found[0])
 
 

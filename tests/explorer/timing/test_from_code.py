@@ -151,7 +151,7 @@ def test_a_kernel_that_divides_a_call_otherwise_is_named(monkeypatch: pytest.Mon
     "kernel", [k for k in registry.ALL if k.collective == "all_reduce" and not k.needs_cube and compiles(k)]
 )
 def test_bytes_to_and_from_peers_are_the_formulas(kernel: registry.Kernel) -> None:
-    elements = 4096 if kernel.wire else 3072  # whole planes of codes
+    elements = 12288 if kernel.wire else 3072  # whole planes of codes
     result = timed_call.run(_H100, kernel, 4, elements, _SHAPE, layout.plan(4, 1 << 20), False)
     assert result.moved == units.moved(kernel, 4) * 4 * elements and result.headers > 0
 

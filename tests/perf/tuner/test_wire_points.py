@@ -34,7 +34,7 @@ def test_a_row_decides_for_groups_that_ask_for_its_wire_and_for_no_others() -> N
     assert row.wire == "fp8" and _chosen(row, 1 << 20) == ("two_shot_fp8", 24, 4, 256)
     assert _chosen(row, 1 << 18)[0] != "two_shot_fp8" and _chosen(row, 4 << 20)[0] == "two_shot_fp8"  # by the rule
     for wire in ("", "int8"):
-        assert _chosen(row, 1 << 20, wire)[0] not in ("two_shot_fp8", "two_shot_int8")
+        assert _chosen(row, 1 << 19, wire)[0] not in ("two_shot_fp8", "two_shot_int8")
     plain = Candidate("two_shot", "simple", 24, 8, 512).row(_POINT, 8, 4 << 20)
     assert _chosen(plain, 4 << 20)[:2] == ("two_shot", 24) and _chosen(plain, 8 << 20)[0] == "two_shot_fp8"
     assert _chosen(replace(plain, blocks=12), 4 << 20, "")[:2] != ("two_shot", 12)
