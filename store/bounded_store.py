@@ -178,7 +178,7 @@ class BoundedStore:
         return self._thread.stuck is None
 
     def extend(self, seconds: float) -> None:
-        """Set the limit to `seconds` from now, if it is earlier."""
+        """Extend the limit to at least `seconds` from now."""
         self._deadline.extend(seconds)
 
     def close(self) -> None:

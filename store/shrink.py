@@ -49,6 +49,7 @@ class Shrink:
         self._socket = DescriptorSocket()
         self._segments: list[Segment] = []
         self._ballot = Ballot()
+        self._decided = False
         _, before = self._read(self._rank)
         before = before or Proposal(0, 0, None)
         number, attempt = before.number + 1, before.attempt + 1
@@ -133,17 +134,18 @@ class Shrink:
         self._control.own().step = self._step(Phase.DECIDED)
 
     def give_up(self, error: BaseException) -> bool:
-        """Tell the others that this call has failed. True if that is too late, because the group is decided."""
+        """Tell the others that this call has failed. True if that is too late, because the group is decided.
+        Idempotent."""
         own, ready = self._control.own(), self._control.own().step >= self._step(Phase.READY)
-        if own.step in (self._step(Phase.DECIDED), self._step(Phase.WITHDRAWN)):
-            return own.step == self._step(Phase.DECIDED)
+        if self._decided or own.step in (self._step(Phase.DECIDED), self._step(Phase.WITHDRAWN)):
+            return own.step != self._step(Phase.WITHDRAWN)
         failed = 0 if self._mine.hopeless(self._all_gone()) else self._mine.attempt
         self._join(*(theirs.failed for _, _, theirs in self._records()))  # the next call hears none of these
         self._post(Phase.WITHDRAWN, failed=failed, error=packed_error(self._named(error)))
-        decided = ready and self._ballot.vote(False)
-        if decided:
+        self._decided = ready and self._ballot.vote(False)
+        if self._decided:
             own.step = self._step(Phase.READY)
-        return decided
+        return self._decided
 
     def close(self) -> None:
         """Release what `connect` has not handed over. Idempotent."""

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 import torch
 
 import tricomm
+from tests import ranks
 from tests.open_files import open_files
+from tricomm.deadline import poll
 from tricomm.errors import TricommError
 from tricomm.kernels import layout
 from tricomm.options import digest_of
@@ -89,8 +91,14 @@ def refused(action):
 
 def more_than(before, *names):
     """The resources added since `before`, an earlier result of `leftovers`; only the kinds `names`, if given."""
-    after = leftovers()
-    return {name: sorted(after[name] - before[name]) for name in names or before if after[name] - before[name]}
+
+    def more():
+        after = leftovers()
+        return {name: sorted(after[name] - before[name]) for name in names or before if after[name] - before[name]}
+
+    # On a busy machine a thread that was told to end runs some time later.
+    poll(lambda: "threads" not in more(), ranks.BUSY, 0.01)
+    return more()
 
 
 def and_left(rank, world_size, tell, body, *args):

@@ -16,6 +16,7 @@ from tests.core.faults.test_shrink import made
 from tests.marks import some
 from tricomm.core.calls.recovery_methods import RecoveryMethods
 from tricomm.errors import GroupAborted, InvalidArgument
+from tricomm.store.ballot import Ballot
 from tricomm.store.handshake import _Handshake
 
 SECONDS = 1.0 + ranks.BUSY
@@ -196,6 +197,29 @@ def test_an_interrupt_in_a_step_of_a_recovery_is_told(recover, owner, step, url)
             assert took < SECONDS
         else:
             assert kind == "CollectiveTimeout" and "rank(s) [0] did not call" in text, (kind, text)
+
+
+def stopped_once_decided(rank, world_size, tell, url, recover):
+    """Rank 0 is interrupted after its vote, which decides for the new group: what each rank got."""
+    comm, vote = made(url, rank, world_size), Ballot.vote
+
+    def and_interrupt(ballot, yes):
+        Ballot.vote = vote
+        vote(ballot, yes)
+        raise KeyboardInterrupt
+
+    if rank == 0:
+        Ballot.vote = and_interrupt
+        with pytest.raises(KeyboardInterrupt):
+            recover(comm)
+        return "KeyboardInterrupt", ""
+    return attempt(lambda: recover(comm).barrier())[:2]
+
+
+@pytest.mark.parametrize("recover", RECOVERIES)
+def test_an_interrupt_after_the_vote_is_told_in_the_new_group(recover, url):
+    (_, (kind, text)) = ranks.run(2, stopped_once_decided, url, recover)
+    assert kind == "GroupAborted" and "rank 0 was stopped by KeyboardInterrupt" in text, (kind, text)
 
 
 @pytest.mark.soak
