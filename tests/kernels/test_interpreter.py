@@ -13,7 +13,7 @@ from triton.runtime import interpreter as _triton
 
 from tests import ranks
 from tricomm.errors import CollectiveTimeout, InvalidArgument
-from tricomm.kernels.launch import interpreter, triton_adapter
+from tricomm.kernels.launch import interpreter, kernel_launch, triton_adapter
 from tricomm.kernels.launch.numpy_rounding import round_to_bf16
 from tricomm.kernels.primitives import pause
 
@@ -49,7 +49,7 @@ def _broken(x_ptr):
 
 
 def run(kernel, *args, grid=(1,), **constexprs):
-    interpreter.interpret(interpreter.programs(kernel, grid, args, constexprs))
+    interpreter.interpret(kernel_launch.programs(kernel, grid, args, constexprs))  # its import lets `pause` give way
 
 
 def test_runs_a_grid_and_a_device_function_without_any_environment_variable():
@@ -246,6 +246,35 @@ def test_a_polling_kernel_lets_another_threads_kernel_run_and_resumes_its_block(
     thread.join(30)
     assert first.tolist() == second.tolist() == [1, 2, 3, 4]
     assert patched_names() == [] and interpreter._current is None
+
+
+class WithoutStores:
+    """A director; the first load runs another kernel, as a signal handler may."""
+
+    def __init__(self, x, y):
+        self.x, self.y, self.stores = x, y, 0
+
+    def access(self, access):
+        if access.kind == "load":
+            if not self.y.any():
+                run(_copy, self.x, self.y, len(self.x), BLOCK=4)
+            access.perform(None)
+        else:
+            self.stores += 1
+
+    def compared(self, *values):
+        pass
+
+
+def test_a_director_is_for_its_launch_alone():
+    x, y, z = torch.ones(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    director = WithoutStores(x, y)
+    blocks = interpreter.programs(_copy, (2,), (x, z, 4), {"BLOCK": 2})
+    interpreter.interpret(blocks, director=director)
+    assert y.tolist() == [2] * 4 and z.tolist() == [0] * 4 and director.stores == 2
+    assert patched_names() == [] and triton_adapter.director is None
+    run(_copy, x, z, 4, BLOCK=4)
+    assert z.tolist() == [2] * 4
 
 
 def interrupted_in_turns(rank, world_size, tell):
