@@ -15,7 +15,7 @@ from tests.core.bodies.common_bodies import attempt, right
 from tests.core.faults.test_shrink import made
 from tests.marks import some
 from tricomm.core.calls.recovery_methods import RecoveryMethods
-from tricomm.errors import GroupAborted, InvalidArgument
+from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument
 from tricomm.store.ballot import Ballot
 from tricomm.store.handshake import _Handshake
 
@@ -176,6 +176,10 @@ def stopped_at(rank, world_size, tell, url, recover, owner, step):
         kind, text, _ = attempt(lambda: recover(comm, timeout=3 * ranks.BUSY))
     took = time.monotonic() - began
     ranks.together(url, 10 + rank, range(10, 10 + world_size))
+    if rank == 0 and step == "_check_recoverable":  # the others saw no call of this rank: this is the one they missed
+        with pytest.raises(CollectiveTimeout, match="did not call"):
+            recover(comm)
+    ranks.together(url, 20 + rank, range(20, 20 + world_size))
     comm = recover(comm)
     right(comm)
     comm.close()
