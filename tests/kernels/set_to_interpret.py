@@ -117,7 +117,7 @@ def main() -> None:
             "ranks": ranks.run(2, communicator, f"file://{folder}/comm"),
             "group": ranks.run(2, group, f"file://{folder}/group"),
             "simulate": tricomm.simulate(_collectives, 3),
-            "check": tricomm.check(_collectives, 2, schedules=3).ok,
+            "check": tricomm.check(_collectives, 2, schedules=3, options=_OPTIONS).ok,
             "own": _own(torch.arange(10.0)),
             "interpreted": triton_adapter.interpreted(),
             "errors": [_error_in_a_device_function(), _without_the_adapters_part()],
