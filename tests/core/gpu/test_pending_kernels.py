@@ -98,8 +98,9 @@ def test_a_call_on_another_stream_waits_for_the_last_call_and_not_for_what_was_q
 
 def test_a_kernel_that_is_new_is_loaded_and_that_waits(comm, world):
     """The first call of a kind must be made before kernels wait for each other; the fake reports one that is not."""
+    x = torch.ones(8)  # dropped earlier, it would be overwritten by the pending kernel: CPU memory follows no stream
     with world.hold(False):
-        comm.all_reduce(torch.ones(8))
+        comm.all_reduce(x)
         with pytest.raises(AssertionError, match=r"cuModuleLoadData waits for kernels of cuda:1"):
             comm.all_reduce(torch.ones(8, dtype=torch.int32), op="max")
         with pytest.raises(AssertionError, match="empty_cache waits for kernels of cuda:1"):
