@@ -30,7 +30,8 @@ def test_choices_that_are_not_requested_are_left_to_selection() -> None:
 def test_kernels_that_quantise_are_chosen_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = request.cases(("all_reduce",), "two_shot,two_shot_fp8", "all", 2)
     assert [(case.algorithm, case.protocol) for case in chosen if case.algorithm != "two_shot"] == [
-        ("two_shot_fp8", "simple")
+        ("two_shot_fp8", "simple"),
+        ("two_shot_fp8", "ll128"),
     ]
     assert not any(registry.wire_of(case.algorithm) for case in request.cases(("all_reduce",), "all", "all", 2))
     ((name, why),) = request.left_out(("all_reduce", "all_gather"), "two_shot_int8", None, 2)
