@@ -152,7 +152,8 @@ def test_a_kernel_that_divides_a_call_otherwise_is_named(monkeypatch: pytest.Mon
 )
 def test_bytes_to_and_from_peers_are_the_formulas(kernel: registry.Kernel) -> None:
     elements = 12288 if kernel.wire else 3072  # whole planes of codes
-    result = timed_call.run(_H100, kernel, 4, elements, _SHAPE, layout.plan(4, 1 << 20), False)
+    memory = layout.plan(4, 2 << 20)  # room for tiles of 512 wide words with scales
+    result = timed_call.run(_H100, kernel, 4, elements, _SHAPE, memory, False)
     assert result.moved == units.moved(kernel, 4) * 4 * elements and result.headers > 0
 
 
