@@ -15,8 +15,8 @@ needs no entry for the thread's own time. Numbers in brackets are sections of th
   Fence-SC order (8.9.3)        a `fence.sc` before a later one
   proxies (8.9.5)               accesses by a plain and by a multicast address are ordered through a `fence.proxy.alias`
   the CUDA API                  a launch begins after the end of earlier work of its stream. The end of a launch is
-                                a system fence: a relaxed write hands on what earlier launches did, and later launches
-                                know of what a relaxed read has seen. It is also an alias fence.
+                                a system fence and an alias fence. So a reader of a relaxed write is ordered after
+                                earlier launches of the writer, and later launches after a write read by a relaxed read.
                                 `griddepcontrol.wait` (9.7.13.13) is such a begin for its threads
 """
 

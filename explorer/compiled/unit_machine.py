@@ -28,8 +28,8 @@ _ACQUIRES = ("acquire", "acq_rel")
 
 @dataclass(eq=False)
 class Crew:
-    """The warps of one running block. `waited`: it has waited for an earlier launch. `signalled`: it has let later
-    launches begin (`Launches`)."""
+    """The warps of one running block. `waited`: the block is past its wait for earlier launches. `signalled`: it lets
+    later launches begin (`Launches`)."""
 
     maker: Maker
     shared_memory: Region

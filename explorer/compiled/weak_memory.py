@@ -1,7 +1,7 @@
 """Stores that reach memory late and loads that read early, as the memory model allows for weak and relaxed accesses.
 
-Late   All later actions of its thread may overtake an element of a store, except an access to the same bytes (program
-       order per location, PTX ISA 8.10.5), a release, a fence, a barrier of the host, and the thread's end. Two late
+Late   Later actions of its thread may overtake an element of a store. These may not: an access to the same bytes
+       (program order per location, PTX ISA 8.10.5), a release, a fence, a host barrier, the thread's end. Two late
        stores to the same bytes arrive in their order. After a block barrier or a fence of cta scope, no thread of the
        block overtakes the store with an access to the same bytes, a release or a fence (8.9.5, causality order is
        transitive). A fence of gpu scope does the same for all threads of the rank. A release waits for its thread's

@@ -87,7 +87,7 @@ def decoded(name: str) -> Any:
     """The values of all bit patterns of a format of 8 bits or fewer, in order, as doubles."""
     form = FORMATS[name]
     patterns = np.arange(256)
-    # Bits above those of the format are ignored.
+    # The upper bits of a pattern, which a narrower format does not have, are ignored.
     magnitude, sign = patterns & ((1 << form.bits - 1) - 1), patterns >> form.bits - 1 & 1
     field, digits = magnitude >> form.digits, magnitude & ((1 << form.digits) - 1)
     value = np.ldexp((digits + np.where(field > 0, 1 << form.digits, 0)).astype(float), np.maximum(field, 1) - 1)

@@ -75,8 +75,8 @@ class Copies:
         self.committed[mask] += 1
 
     def wait(self, unit: UnitView, mask: Array, newest: int | None) -> None:
-        """Perform the copies of the lanes `mask`, except those of the `newest` latest groups and those in no group. If
-        `newest` is None, perform all."""
+        """Perform the copies of the lanes `mask` that belong to a group, but not to the `newest` latest groups. If
+        `newest` is None, perform all copies."""
         for copy in self.pending:
             if newest is None:
                 lanes = mask & (copy.groups != _DONE)
