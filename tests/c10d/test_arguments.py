@@ -94,6 +94,8 @@ REFUSED = {
     "quantised": (lambda g: g.allreduce([quantised()]), "also has scales; pass x.dequantize"),
     "shared elements": (lambda g: g.allreduce([ones(1).expand(3)]), "share memory.*contiguous"),
     "peer": (lambda g: g.send([ones(1)], 4, 0), r"rank 4 is not in 0..0"),
+    "no peer": (lambda g: g.send([ones(1)], None), "send: rank None is no integer"),
+    "tag": (lambda g: g.recv_anysource([ones(1)], ones(1)), "recv: tag tensor.* is no integer"),
     "itself": (lambda g: g.recv([ones(1)], 0, 0), "this rank itself; copy"),
 }
 

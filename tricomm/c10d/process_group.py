@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -238,7 +239,7 @@ class TricommGroup(AnsweringGroup):
         for op in ops:
             what = "send" if op.op is dist.isend else "recv"
             with suppress(WrapperTensor):
-                x = self._checked_message(what, op.tensor, op.group_peer)
+                x = self._checked_message(what, op.tensor, op.group_peer, op.tag)
                 x = torch.view_as_real(x) if x.is_complex() else x  # as `dist.isend` sends it
                 messages.append((what, x, op.group_peer, op.tag))
         if len(messages) < len(ops):
@@ -358,7 +359,7 @@ class TricommGroup(AnsweringGroup):
         return []
 
     def _message(self, what: str, tensors: Any, peer: int | None, tag: int) -> Any:
-        return self._routed_message(what, self._checked_message(what, tensors, peer), peer, tag)
+        return self._routed_message(what, self._checked_message(what, tensors, peer, tag), peer, tag)
 
     def _routed_message(self, what: str, x: torch.Tensor, peer: int | None, tag: int) -> Any:
         route = self._dispatcher.router(x.device).route(what, x.dtype, "none", x.nbytes)
@@ -381,8 +382,11 @@ class TricommGroup(AnsweringGroup):
         self._block.add(work)
         return work
 
-    def _checked_message(self, what: str, tensors: Any, peer: int | None) -> torch.Tensor:
+    def _checked_message(self, what: str, tensors: Any, peer: int | None, tag: int) -> torch.Tensor:
         self._dispatcher.check_usable(what)
+        for name, value in (("rank", peer), ("tag", tag)):
+            if not (isinstance(value, Integral) or (name == "rank" and value is None and what == "recv")):
+                raise InvalidArgument(f"{what}: {name} {value!r} is no integer")
         x = group_calls.single_tensor(tensors, what)
         rank, size = self._config.rank, self._config.world_size  # `rank()` and `size()` take microseconds
         if peer is not None and not 0 <= peer < size:

@@ -162,6 +162,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
             ),
             (lambda: comm.all_reduce_rows(x, biased, out), "epilogue takes 5 arguments, it is called with 3"),
             (lambda: comm.all_reduce_rows(x, written, out, prepare=biased), "prepare takes 5 arguments"),
+            (lambda: comm.all_reduce_rows(x, written, out, prepare=x), "prepare is no plain @triton.jit function"),
             (lambda: comm.all_reduce_rows(x, written, out, x.t(), prologue=biased), "operand 1 is not contiguous"),
             (lambda: comm.all_reduce_rows(x, written, out, None, prologue=biased), "tensors and numbers fit"),
             (lambda: comm.all_reduce_rows(x.int(), written, out, prologue=biased), "fp16, bf16 or fp32"),

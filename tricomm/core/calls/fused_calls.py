@@ -360,7 +360,9 @@ class FusedMethods:
         returns this rank's row `number` at `columns`; then only shape and type of `x` are used. All ranks pass the same
         functions, and operands of the same types. Returns None. Raises `InvalidArgument` for arguments that do not fit.
         """
-        self._fused.run_rows(x, epilogue, operands, prepare or nothing, prologue, (algorithm, protocol))
+        self._fused.run_rows(
+            x, epilogue, operands, nothing if prepare is None else prepare, prologue, (algorithm, protocol)
+        )
         return self._launcher.finish(None, async_op)
 
     @guarded
